@@ -1,0 +1,1 @@
+"""Between Megatron's checkpoints and Hugging Face folders."""

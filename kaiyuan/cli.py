@@ -1,0 +1,47 @@
+"""The command line: one thin function a verb.
+
+Verbs import what they need when they run, so that ``kaiyuan --help`` stays instant.
+"""
+
+import sys
+from typing import Annotated
+
+import typer
+
+from kaiyuan import __version__
+from kaiyuan.errors import UserError
+
+app = typer.Typer(
+    name="kaiyuan",
+    help="Reproduce the pre-training of Kaiyuan-2B on Megatron, from parquet to a talking model.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"kaiyuan {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    debug: Annotated[bool, typer.Option(help="Show the traceback of an error.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show it.")
+    ] = False,
+) -> None:
+    """Options that stand before the verb."""
+
+
+def main() -> None:
+    """Run the command line; a UserError becomes one line and exit code 2."""
+    try:
+        app()
+    except UserError as error:
+        if "--debug" in sys.argv[1:]:
+            raise
+        typer.secho(f"kaiyuan: {error}", fg=typer.colors.RED, err=True)
+        sys.exit(2)

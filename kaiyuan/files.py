@@ -1,0 +1,119 @@
+"""Atomic writes, content hashes and manifests.
+
+Every artefact of kaiyuan has a ``manifest.json`` that is written last. A folder without one is
+unfinished, whatever else lies in it.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+from kaiyuan.errors import UserError
+
+MANIFEST = "manifest.json"
+
+
+@contextlib.contextmanager
+def atomic_write(path: Path, mode: str = "wb") -> Iterator[IO[Any]]:
+    """Open a temporary file that takes the place of ``path`` when the block ends without error.
+
+    The data is on the disk (fsync) before the name is; a reader sees the old file or the new
+    one, never a part of it.
+
+    Raises:
+        UserError: the folder cannot be written to.
+    """
+    encoding = None if "b" in mode else "utf-8"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    except OSError as error:
+        raise UserError(f"cannot write to {path.parent}: {error.strerror}") from error
+    try:
+        with os.fdopen(handle, mode, encoding=encoding) as stream:
+            yield stream
+            stream.flush()
+            os.fsync(stream.fileno())
+        # mkstemp makes files that only their owner can read; give them the usual mode.
+        umask = os.umask(0)
+        os.umask(umask)
+        Path(name).chmod(0o666 & ~umask)
+        Path(name).replace(path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+    _sync_folder(path.parent)
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def sha256_of(path: Path) -> str:
+    """Return the hexadecimal SHA-256 of a file's bytes."""
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def sha256_of_json(value: object) -> str:
+    """Return the SHA-256 of a JSON value in its canonical form (sorted keys, no spaces)."""
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def write_json(path: Path, value: object) -> None:
+    """Write a JSON file atomically."""
+    with atomic_write(path, "w") as stream:
+        json.dump(value, stream, indent=1, ensure_ascii=False)
+        stream.write("\n")
+
+
+def write_manifest(folder: Path, kind: str, body: dict[str, Any]) -> dict[str, Any]:
+    """Write ``folder/manifest.json``, sealed with a hash of its own content.
+
+    Args:
+        folder: the artefact; all its other files must be complete.
+        kind: what the folder is ("corpus", "tokenizer", "phase", "checkpoint" ...).
+        body: JSON values.
+
+    Returns:
+        The manifest as written, with ``kind`` and ``seal``.
+    """
+    manifest = {"kind": kind, **body}
+    manifest["seal"] = sha256_of_json(manifest)
+    write_json(folder / MANIFEST, manifest)
+    return manifest
+
+
+def read_manifest(folder: Path, kind: str) -> dict[str, Any]:
+    """Read and check ``folder/manifest.json``.
+
+    Raises:
+        UserError: there is none, it was altered or cut short, or it is of another kind.
+    """
+    path = folder / MANIFEST
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(
+            f"{folder} has no {MANIFEST}: it does not exist or its making was not finished"
+        ) from None
+    except (ValueError, OSError) as error:
+        raise UserError(f"{path} cannot be read: {error}") from error
+    if not isinstance(manifest, dict):
+        raise UserError(f"{path} is not a manifest")
+    seal = manifest.pop("seal", None)
+    if seal != sha256_of_json(manifest):
+        raise UserError(f"{path} was altered after it was written: its seal does not fit")
+    if manifest.get("kind") != kind:
+        raise UserError(f"{folder} is a {manifest.get('kind')}, where a {kind} is needed")
+    return {**manifest, "seal": seal}
