@@ -10,10 +10,35 @@ import pytest
 
 from kaiyuan.data.tokenizer import TokenizerInfo, load_tokenizer, train_tokenizer
 
-WORDS = [
-    *"the of data training def return import x = 1 ( ) : hello world été naïve 42 3.14".split(),
-    *"数据 训练 模型 我们 的 是 。 ， 🙂 👩‍👩‍👧 \n \n\n \t don't I'll <|im_end|> <|endoftext|>".split(" "),
-]
+WORDS = (
+    *("the", "of", "data", "training", "def", "return", "import", "x", "=", "(", "):", "42"),
+    *(
+        "hello",
+        "world",
+        "été",
+        "naïve",
+        "3.14",
+        "don't",
+        "I'll",
+        "\n",
+        "\n\n",
+        "\t",
+        "数据",
+        "训练",
+    ),
+    *(
+        "模型",
+        "我们",
+        "的",
+        "是",
+        "。",
+        "，",
+        "🙂",
+        "👩\u200d👩\u200d👧",
+        "<|im_end|>",
+        "<|endoftext|>",
+    ),
+)
 
 
 def sentences(count: int, seed: int = 0, longest: int = 120) -> list[str]:

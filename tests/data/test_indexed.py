@@ -3,6 +3,7 @@
 import os
 import random
 import struct
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,9 +15,9 @@ from kaiyuan.files import HashedStream, sha256_of
 DOCUMENTS = [[5], [1, 2, 3], list(range(400)), [399], [7] * 65]
 
 
-def write(prefix, documents, dtype=np.dtype("<i4"), vocab_size=400, at_a_time=2):
+def write(prefix, documents, dtype="<i4", vocab_size=400, at_a_time=2):
     entries = {}
-    with write_indexed(prefix, dtype, vocab_size, entries) as writer:
+    with write_indexed(prefix, np.dtype(dtype), vocab_size, entries) as writer:
         for start in range(0, len(documents), at_a_time):
             part = documents[start : start + at_a_time]
             ids = np.array([i for document in part for i in document], np.uint32)
@@ -159,7 +160,7 @@ def test_offsets_beyond_two_to_the_31_ids(tmp_path):
     """An int32 anywhere in the sums would wrap here."""
     ids = np.zeros(100_000_000, np.uint16)
     lengths = np.full(1000, 100_000)
-    with open(os.devnull, "wb") as null, open(tmp_path / "big.idx", "wb") as index:
+    with Path(os.devnull).open("wb") as null, (tmp_path / "big.idx").open("wb") as index:
         writer = IndexedWriter(HashedStream(null), np.dtype("<u2"), 400)
         for _ in range(23):
             writer.add(ids, lengths)
