@@ -75,6 +75,49 @@ def export_checkpoint(
     typer.echo(f"{info.folder} -> {output}: {size / 1e6:,.1f} MB, {dtype}")
 
 
+@app.command("import")
+def import_model(
+    folder: Annotated[Path, typer.Argument(help="Folder with config.json and safetensors.")],
+    output: Annotated[Path, typer.Option(help="Folder to make, for --load of a training.")],
+) -> None:
+    """Write a Hugging Face Qwen3ForCausalLM folder as a checkpoint that training starts from.
+
+    Example: kaiyuan import exported/toy --output imported/toy
+    """
+    from kaiyuan.checkpoint.import_hf import import_hf
+
+    import_hf(folder, output)
+    typer.echo(f"{folder} -> {output}")
+
+
+@app.command("average")
+def average_checkpoints(
+    run: Annotated[Path, typer.Argument(help="A run, or its checkpoints folder.")],
+    output: Annotated[Path, typer.Option(help="Folder to make.")],
+    last: Annotated[int | None, typer.Option(help="So many of the newest.")] = None,
+    iterations: Annotated[str, typer.Option(help="These instead, as in 100,200,300.")] = "",
+    decay: Annotated[
+        float, typer.Option(help="Weight of a checkpoint over that of the next newer one.")
+    ] = 1.0,
+    model: ModelFile = None,
+    vocab_size: VocabSize = None,
+    tokenizer: TokenizerFolder = None,
+) -> None:
+    """Write the mean of checkpoints of a run as a checkpoint; export and training take it.
+
+    Example: kaiyuan average runs/toy --last 8 --output averaged/toy
+    """
+    from kaiyuan.checkpoint.average import average, choose
+
+    try:
+        wanted = [int(number) for number in iterations.split(",") if number]
+    except ValueError:
+        raise UserError(f"--iterations takes numbers with commas, not {iterations!r}") from None
+    chosen = choose(run, last, wanted)
+    average(run, chosen, output, decay, model=model, vocab_size=vocab_size, tokenizer=tokenizer)
+    typer.echo(f"mean of {', '.join(map(str, chosen))} -> {output}")
+
+
 @app.command("generate")
 def generate_text(
     checkpoint: Annotated[

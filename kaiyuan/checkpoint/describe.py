@@ -19,8 +19,6 @@ TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
 _ITERATION = re.compile(r"iter_(\d{7,})")
 
-TOKENIZER_FILES = ("merges.txt", "tokenizer.json", "tokenizer_config.json", "vocab.json")
-
 
 @dataclass(frozen=True)
 class CheckpointInfo:

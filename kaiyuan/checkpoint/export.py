@@ -1,7 +1,6 @@
 """Export a checkpoint of Megatron to a folder that transformers loads."""
 
 import json
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,18 +8,15 @@ from typing import Any
 from torch import Tensor
 
 from kaiyuan.checkpoint.card import model_card
-from kaiyuan.checkpoint.describe import TOKENIZER_FILES, CheckpointInfo
-from kaiyuan.checkpoint.hf_config import canonical_model, to_config
+from kaiyuan.checkpoint.describe import CheckpointInfo
+from kaiyuan.checkpoint.hf_config import canonical_model, sizes_of, to_config
 from kaiyuan.checkpoint.load import ModelTensors, TorchDistCheckpoint
-from kaiyuan.checkpoint.names import Sizes
 from kaiyuan.checkpoint.safetensors_io import DTYPES, write_shards
+from kaiyuan.checkpoint.tokenizer import check_tokenizer, copy_tokenizer
 from kaiyuan.errors import UserError
 from kaiyuan.files import MANIFEST, atomic_folder, sha256_of, write_manifest
 
 KIND = "hf_model"
-
-# The name that Qwen's tokenizers, and those of kaiyuan, give to the end of a document.
-END_OF_DOCUMENT = "<|endoftext|>"
 
 
 def export(info: CheckpointInfo, output: Path, dtype: str = "bfloat16") -> dict[str, Any]:
@@ -46,10 +42,10 @@ def export(info: CheckpointInfo, output: Path, dtype: str = "bfloat16") -> dict[
         raise UserError(f"dtype must be one of {', '.join(DTYPES)}, not {dtype}")
     if info.tokenizer is None:
         raise UserError(f"no tokenizer is known for {info.folder}: give --tokenizer DIR")
-    end_of_document = check_tokenizer(info.tokenizer, info)
+    named_end = check_tokenizer(info.tokenizer, info.vocab_size)
+    end_of_document = info.history.get("end_of_document_id", named_end)
     config = to_config(info, dtype, end_of_document)
-    sizes = Sizes.from_arguments(canonical_model(info.model), info.vocab_size)
-    tensors = ModelTensors(TorchDistCheckpoint(info.folder), sizes)
+    tensors = ModelTensors(TorchDistCheckpoint(info.folder), sizes_of(info))
     shapes = {n: s for e in tensors for n, s in zip(e.hf_names, e.hf_shapes, strict=True)}
     with atomic_folder(output) as folder:
         hashes = write_shards(folder, _hf_tensors(tensors), shapes, DTYPES[dtype])
@@ -88,42 +84,6 @@ def _manifest(
             for path in files
         },
     }
-
-
-def check_tokenizer(folder: Path, info: CheckpointInfo) -> int | None:
-    """Check that the model has a row for every id of a tokenizer.
-
-    Returns:
-        The id that ends a document: the one of the run, or else the one that the tokenizer has
-        for :data:`END_OF_DOCUMENT`, if any.
-
-    Raises:
-        UserError: files are missing or damaged, or the vocabulary is another one.
-    """
-    path = folder / "tokenizer.json"
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        if not (folder / name).is_file():
-            raise UserError(f"the tokenizer {folder} lacks {name}")
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        added = {token["content"]: token["id"] for token in content["added_tokens"]}
-        ids = [*content["model"]["vocab"].values(), *added.values()]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{path} is not a byte-level BPE tokenizer: {error}") from error
-    if max(ids) >= info.vocab_size:
-        raise UserError(
-            f"the tokenizer {folder} has ids up to {max(ids):,}, "
-            f"the model has {info.vocab_size:,} entries: it was trained with another vocabulary"
-        )
-    return info.history.get("end_of_document_id", added.get(END_OF_DOCUMENT))
-
-
-def copy_tokenizer(source: Path, target: Path) -> None:
-    """Copy those of the four files that the tokenizer has."""
-    target.mkdir(exist_ok=True)
-    for name in TOKENIZER_FILES:
-        if (source / name).is_file():
-            shutil.copyfile(source / name, target / name)
 
 
 def _write_json(path: Path, value: object) -> None:

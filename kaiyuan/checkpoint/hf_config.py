@@ -58,12 +58,11 @@ def to_config(info: CheckpointInfo, dtype: str, end_of_document: int | None) -> 
         UserError: the model is not one that Qwen3ForCausalLM can be.
     """
     model = canonical_model(info.model)
-    sizes = Sizes.from_arguments(model, info.vocab_size)
     base = float(model["rotary_base"])
     config = {
         "architectures": [ARCHITECTURE],
         "model_type": "qwen3",
-        "vocab_size": sizes.vocab,
+        "vocab_size": info.vocab_size,
         **{hf: model[name] for name, hf, _ in _KEYS},
         "hidden_act": "silu",
         "rope_theta": base,
@@ -71,7 +70,7 @@ def to_config(info: CheckpointInfo, dtype: str, end_of_document: int | None) -> 
         "attention_bias": False,
         "attention_dropout": 0.0,
         "use_sliding_window": False,
-        "tie_word_embeddings": sizes.tied,
+        "tie_word_embeddings": not model["untie_embeddings_and_output_weights"],
         "use_cache": True,
         "eos_token_id": end_of_document,
         "dtype": dtype,
@@ -103,12 +102,32 @@ def canonical_model(model: Mapping[str, Any]) -> dict[str, Any]:
         if full.get(name, default) is None:
             raise UserError(f"the description of the model lacks {name}")
         canonical[name] = full.get(name, default)
-    canonical["rotary_base"] = full.get("rotary_base", _ROPE_BASE_DEFAULT)
+    # A whole number in Megatron, and a fraction with nothing behind the point in transformers.
+    canonical["rotary_base"] = int(full.get("rotary_base", _ROPE_BASE_DEFAULT))
     canonical["untie_embeddings_and_output_weights"] = bool(
         full.get("untie_embeddings_and_output_weights", False)
     )
-    canonical["make_vocab_size_divisible_by"] = full.get("make_vocab_size_divisible_by", 128)
     return canonical | _QWEN3
+
+
+def sizes_of(info: CheckpointInfo) -> Sizes:
+    """Return the sizes of a checkpoint's tensors.
+
+    Raises:
+        UserError: the model is not one that Qwen3ForCausalLM can be.
+    """
+    model = canonical_model(info.model)
+    return Sizes(
+        layers=model["num_layers"],
+        hidden=model["hidden_size"],
+        ffn=model["ffn_hidden_size"],
+        heads=model["num_attention_heads"],
+        groups=model["num_query_groups"],
+        head_dim=model["kv_channels"],
+        vocab=info.vocab_size,
+        tied=not model["untie_embeddings_and_output_weights"],
+        vocab_divisor=info.model.get("make_vocab_size_divisible_by", 128),
+    )
 
 
 def from_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
@@ -151,4 +170,7 @@ def _rope_base(config: Mapping[str, Any]) -> float:
             "config.json must give one base of the rotary embedding (rope_theta or "
             f"rope_parameters); it gives {sorted(bases) or 'none'}"
         )
-    return bases.pop()
+    base = bases.pop()
+    if not base.is_integer():
+        raise UserError(f"the base of the rotary embedding is {base}; Megatron takes whole numbers")
+    return base

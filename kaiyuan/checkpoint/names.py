@@ -7,14 +7,11 @@ Sources: megatron-core 0.19.2 (models/gpt, transformer/attention.py, transformer
 transformers' models/qwen3.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
-
-from kaiyuan.errors import UserError
 
 # No model of this family has more query heads than this, among which the ranks divide.
 MOST_TENSOR_RANKS = 64
@@ -46,34 +43,6 @@ class Sizes:
     vocab: int
     tied: bool = False
     vocab_divisor: int = 128
-
-    @classmethod
-    def from_arguments(cls, model: Mapping[str, Any], vocab_size: int) -> "Sizes":
-        """Take the sizes from Megatron's arguments.
-
-        Raises:
-            UserError: an argument is missing, or the model is not of the Qwen3 family.
-        """
-        try:
-            heads, hidden = model["num_attention_heads"], model["hidden_size"]
-            sizes = cls(
-                layers=model["num_layers"],
-                hidden=hidden,
-                ffn=model["ffn_hidden_size"],
-                heads=heads,
-                groups=model.get("num_query_groups", heads),
-                head_dim=model.get("kv_channels", hidden // heads),
-                vocab=vocab_size,
-                tied=not model.get("untie_embeddings_and_output_weights", False),
-                vocab_divisor=model.get("make_vocab_size_divisible_by", 128),
-            )
-        except KeyError as error:
-            raise UserError(f"the description of the model lacks {error}") from None
-        if not model.get("qk_layernorm"):
-            raise UserError(
-                "the model has no norm of query and key (qk_layernorm), which Qwen3ForCausalLM has"
-            )
-        return sizes
 
     def may_be_padded_to(self, rows: int) -> bool:
         """Tell whether some number of tensor-parallel ranks makes Megatron pad to ``rows``."""

@@ -27,7 +27,6 @@ from kaiyuan.errors import UserError
 from kaiyuan.megatron import arguments, cpu, layers, records
 from kaiyuan.megatron.dataset import OrderedDataset
 
-
 # The launcher shows the lines that start with this and keeps the rest in the log.
 ERROR_MARK = "[kaiyuan] error: "
 
