@@ -142,9 +142,15 @@ def make_plan(params: Params, data: Path | None = None) -> Plan:
             arguments["phase_transition_iterations"] = ",".join(map(str, ends[:-1]))
         # A decay belongs to its phase: it ends with it, and where it is the last part of a
         # warm-up-stable-decay schedule it also begins with it.
-        arguments.setdefault("lr_decay_samples", end * batch)
-        if arguments.get("lr_decay_style") == "WSD":
+        style = arguments.get("lr_decay_style", "linear")
+        arguments.setdefault("lr_decay_samples", (ends[-1] if style == "constant" else end) * batch)
+        if style == "WSD":
             arguments.setdefault("lr_wsd_decay_samples", num_steps * batch)
+        if (arguments.get("lr_warmup_samples") or 0) >= arguments["lr_decay_samples"]:
+            raise UserError(
+                f"the warm-up of {arguments['lr_warmup_samples']} samples is not shorter than the "
+                f"{arguments['lr_decay_samples']} samples that are trained on"
+            )
         plans.append(
             PhasePlan(
                 name=phase.name,
