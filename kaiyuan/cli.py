@@ -109,6 +109,104 @@ def tokenizer(
     typer.echo(f"{output}: vocabulary of {info.vocab_size:,}, hash {info.hash[:16]}")
 
 
+Checkpoint = Annotated[
+    Path, typer.Argument(help="A run, its checkpoints folder, or one iteration's folder.")
+]
+ModelFile = Annotated[
+    Path | None,
+    typer.Option("--model", help="File of Megatron arguments, where there is no run.json."),
+]
+VocabSize = Annotated[
+    int | None, typer.Option(help="Entries of the vocabulary, where there is no run.json.")
+]
+TokenizerFolder = Annotated[
+    Path | None, typer.Option("--tokenizer", help="Folder of the tokenizer, if not the run's own.")
+]
+
+
+@app.command("export")
+def export_checkpoint(
+    checkpoint: Checkpoint,
+    output: Annotated[Path, typer.Option(help="Folder to make.")],
+    dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
+    model: ModelFile = None,
+    vocab_size: VocabSize = None,
+    tokenizer: TokenizerFolder = None,
+) -> None:
+    """Write a checkpoint as a Hugging Face Qwen3ForCausalLM folder.
+
+    Example: kaiyuan export runs/toy --output exported/toy
+    """
+    from kaiyuan.checkpoint.describe import describe_checkpoint
+    from kaiyuan.checkpoint.export import export
+
+    info = describe_checkpoint(checkpoint, model, vocab_size, tokenizer)
+    manifest = export(info, output, dtype)
+    size = sum(file["bytes"] for file in manifest["files"].values())
+    typer.echo(f"{info.folder} -> {output}: {size / 1e6:,.1f} MB, {dtype}")
+
+
+@app.command("generate")
+def generate_text(
+    checkpoint: Annotated[
+        Path, typer.Argument(help="A run, an iteration's folder, or an exported model.")
+    ],
+    prompt: Annotated[list[str] | None, typer.Option(help="Text to continue; repeatable.")] = None,
+    prompt_file: Annotated[
+        str | None, typer.Option(help="File with a prompt a line; - is the standard input.")
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="At most so many tokens.")] = 64,
+    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Sample among the likeliest.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="Of the sampling.")] = 0,
+    batch_size: Annotated[int, typer.Option(help="So many prompts at once.")] = 8,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    model: ModelFile = None,
+    vocab_size: VocabSize = None,
+    tokenizer: TokenizerFolder = None,
+) -> None:
+    """Continue texts. A checkpoint is exported beside itself first, and that is kept.
+
+    Example: kaiyuan generate runs/toy --prompt "def main(" --max-new-tokens 32
+    """
+    from kaiyuan.checkpoint.describe import describe_checkpoint
+    from kaiyuan.generate import Sampling, exported, generate
+
+    prompts = [*(prompt or []), *_prompt_lines(prompt_file)]
+    folder = checkpoint
+    if not (checkpoint / "config.json").is_file():
+        folder = exported(describe_checkpoint(checkpoint, model, vocab_size, tokenizer))
+    streamed = len(prompts) == 1 and not as_json
+    if streamed:
+        typer.echo(prompts[0], nl=False)
+    texts = generate(
+        folder,
+        prompts,
+        Sampling(max_new_tokens, temperature, top_p, seed),
+        batch_size,
+        on_text=(lambda text: print(text, end="", flush=True)) if streamed else None,
+    )
+    pairs = zip(prompts, texts, strict=True)
+    if streamed:
+        typer.echo()
+    elif as_json:
+        answer = [{"prompt": before, "text": text} for before, text in pairs]
+        typer.echo(json.dumps(answer, ensure_ascii=False))
+    else:
+        typer.echo("\n---\n".join(before + text for before, text in pairs))
+
+
+def _prompt_lines(file: str | None) -> list[str]:
+    if file is None:
+        return []
+    if file == "-":
+        return sys.stdin.read().splitlines()
+    try:
+        return Path(file).read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError) as error:
+        raise UserError(f"{file} cannot be read: {error}") from error
+
+
 def main() -> None:
     """Run the command line; a UserError becomes one line and exit code 2."""
     try:

@@ -8,6 +8,7 @@ import contextlib
 import hashlib
 import json
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -77,6 +78,36 @@ def hashed_write(path: Path) -> Iterator[HashedStream]:
         yield HashedStream(stream)
 
 
+@contextlib.contextmanager
+def atomic_folder(path: Path) -> Iterator[Path]:
+    """Make a folder that appears under its name when the block ends without error, or not at all.
+
+    Yields:
+        A temporary folder beside it.
+
+    Raises:
+        UserError: ``path`` exists and is not an empty folder, or it cannot be made there.
+    """
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise UserError(f"{path} exists already: remove it, or name another output")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}."))
+    except OSError as error:
+        raise UserError(f"cannot write to {path.parent}: {error.strerror}") from error
+    try:
+        yield temporary
+        # mkdtemp makes folders that only their owner can read; give it the usual mode.
+        umask = os.umask(0)
+        os.umask(umask)
+        temporary.chmod(0o777 & ~umask)
+        temporary.replace(path)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    _sync_folder(path.parent)
+
+
 def _sync_folder(folder: Path) -> None:
     handle = os.open(folder, os.O_RDONLY)
     try:
@@ -104,35 +135,38 @@ def write_json(path: Path, value: object) -> None:
         stream.write("\n")
 
 
-def write_manifest(folder: Path, kind: str, body: dict[str, Any]) -> dict[str, Any]:
+def write_manifest(
+    folder: Path, kind: str, body: dict[str, Any], name: str = MANIFEST
+) -> dict[str, Any]:
     """Write ``folder/manifest.json``, sealed with a hash of its own content.
 
     Args:
         folder: the artefact; all its other files must be complete.
         kind: what the folder is ("corpus", "tokenizer", "phase", "checkpoint" ...).
         body: JSON values.
+        name: another name of the file, where a folder is described before it is complete.
 
     Returns:
         The manifest as written, with ``kind`` and ``seal``.
     """
     manifest = {"kind": kind, **body}
     manifest["seal"] = sha256_of_json(manifest)
-    write_json(folder / MANIFEST, manifest)
+    write_json(folder / name, manifest)
     return manifest
 
 
-def read_manifest(folder: Path, kind: str) -> dict[str, Any]:
-    """Read and check ``folder/manifest.json``.
+def read_manifest(folder: Path, kind: str, name: str = MANIFEST) -> dict[str, Any]:
+    """Read and check ``folder/manifest.json``, or the file of another name.
 
     Raises:
         UserError: there is none, it was altered or cut short, or it is of another kind.
     """
-    path = folder / MANIFEST
+    path = folder / name
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(
-            f"{folder} has no {MANIFEST}: it does not exist or its making was not finished"
+            f"{folder} has no {name}: it does not exist or its making was not finished"
         ) from None
     except (ValueError, OSError) as error:
         raise UserError(f"{path} cannot be read: {error}") from error

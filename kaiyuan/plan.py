@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from kaiyuan.config import Params, PhaseParams, to_argv
+from kaiyuan.data.phase import ConvertedPhase
 from kaiyuan.errors import UserError
-from kaiyuan.files import MANIFEST, read_manifest
+from kaiyuan.files import MANIFEST
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,13 +183,13 @@ def _size(phase: PhaseParams, data: Path | None) -> _Size:
                 "data.yaml assumes no number of tokens for it"
             )
         return _Size(None, phase.tokens, None)
-    manifest = read_manifest(folder, "phase")
-    order = manifest["order"]["kind"]
+    converted = ConvertedPhase.open(folder)
+    order = converted.manifest["order"]["kind"]
     if order != phase.order:
         raise UserError(
             f"{folder} was converted in {order} order, but data.yaml asks for {phase.order} order"
         )
-    return _Size(manifest["documents"], manifest["tokens"], manifest["content_hash"])
+    return _Size(converted.num_documents, converted.num_tokens, converted.content_hash)
 
 
 def _number(params: Params, key: str) -> int:

@@ -70,7 +70,11 @@ class Nodes:
         where = (
             ["--standalone"]
             if self.nodes == 1
-            else [f"--master-addr={self.address.rpartition(':')[0]}", f"--master-port={self.address.rpartition(':')[2]}", f"--node-rank={self.rank}"]
+            else [
+                f"--master-addr={self.address.rpartition(':')[0]}",
+                f"--master-port={self.address.rpartition(':')[2]}",
+                f"--node-rank={self.rank}",
+            ]
         )
         torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={self.nodes}"]
         return [*torchrun, f"--nproc-per-node={self.processes}", *where, "-m", "kaiyuan.rank"]

@@ -56,7 +56,7 @@ def provide_datasets(
     phase = ConvertedPhase.open(Path(args.data_path[0]))
     if phase.vocab_size > args.padded_vocab_size:
         raise UserError(
-            f"{phase.path} was made with a vocabulary of {phase.vocab_size} entries, "
+            f"{phase.folder} was made with a vocabulary of {phase.vocab_size} entries, "
             f"the model has {args.padded_vocab_size}"
         )
     return OrderedDataset(phase, args.seq_length), None, None
