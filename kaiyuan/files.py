@@ -51,6 +51,33 @@ def atomic_write(path: Path, mode: str = "wb") -> Iterator[IO[Any]]:
     _sync_folder(path.parent)
 
 
+class HashedStream:
+    """A writable binary stream that knows the size and SHA-256 of what went through it."""
+
+    def __init__(self, stream: IO[bytes]) -> None:
+        self._stream = stream
+        self._hash = hashlib.sha256()
+        self.size = 0
+
+    def write(self, data: Any) -> None:
+        """Write bytes, or anything with a buffer."""
+        view = memoryview(data).cast("B")
+        self._stream.write(view)
+        self._hash.update(view)
+        self.size += len(view)
+
+    def entry(self) -> dict[str, Any]:
+        """Return ``{"size": bytes, "sha256": hexadecimal}``, as manifests hold it of each file."""
+        return {"size": self.size, "sha256": self._hash.hexdigest()}
+
+
+@contextlib.contextmanager
+def hashed_write(path: Path) -> Iterator[HashedStream]:
+    """Write a file atomically (see `atomic_write`) and hash it on the way."""
+    with atomic_write(path) as stream:
+        yield HashedStream(stream)
+
+
 @contextlib.contextmanager
 def atomic_folder(path: Path) -> Iterator[Path]:
     """Make a folder that appears under its name when the block ends without error, or not at all.

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from kaiyuan.config import Params, PhaseParams, to_argv
+from kaiyuan.data.phase import ConvertedPhase
 from kaiyuan.errors import UserError
-from kaiyuan.files import MANIFEST, read_manifest
+from kaiyuan.files import MANIFEST
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,9 +143,15 @@ def make_plan(params: Params, data: Path | None = None) -> Plan:
             arguments["phase_transition_iterations"] = ",".join(map(str, ends[:-1]))
         # A decay belongs to its phase: it ends with it, and where it is the last part of a
         # warm-up-stable-decay schedule it also begins with it.
-        arguments.setdefault("lr_decay_samples", end * batch)
-        if arguments.get("lr_decay_style") == "WSD":
+        style = arguments.get("lr_decay_style", "linear")
+        arguments.setdefault("lr_decay_samples", (ends[-1] if style == "constant" else end) * batch)
+        if style == "WSD":
             arguments.setdefault("lr_wsd_decay_samples", num_steps * batch)
+        if (arguments.get("lr_warmup_samples") or 0) >= arguments["lr_decay_samples"]:
+            raise UserError(
+                f"the warm-up of {arguments['lr_warmup_samples']} samples is not shorter than the "
+                f"{arguments['lr_decay_samples']} samples that are trained on"
+            )
         plans.append(
             PhasePlan(
                 name=phase.name,
@@ -176,13 +183,13 @@ def _size(phase: PhaseParams, data: Path | None) -> _Size:
                 "data.yaml assumes no number of tokens for it"
             )
         return _Size(None, phase.tokens, None)
-    manifest = read_manifest(folder, "phase")
-    order = manifest["order"]["kind"]
+    converted = ConvertedPhase.open(folder)
+    order = converted.manifest["order"]["kind"]
     if order != phase.order:
         raise UserError(
             f"{folder} was converted in {order} order, but data.yaml asks for {phase.order} order"
         )
-    return _Size(manifest["documents"], manifest["tokens"], manifest["content_hash"])
+    return _Size(converted.num_documents, converted.num_tokens, converted.content_hash)
 
 
 def _number(params: Params, key: str) -> int:

@@ -36,7 +36,7 @@ class OrderedDataset(torch.utils.data.Dataset[dict[str, Tensor]]):
         self.num_samples = (phase.num_tokens - 1) // sequence_length
         if self.num_samples < 1:
             raise UserError(
-                f"{phase.path} has {phase.num_tokens} tokens, too few for one sample of "
+                f"{phase.folder} has {phase.num_tokens} tokens, too few for one sample of "
                 f"{sequence_length}"
             )
 

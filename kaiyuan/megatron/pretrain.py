@@ -1,12 +1,8 @@
 """One phase of training: Megatron's loop with our layers, our data and our records.
 
-Started by ``kaiyuan train``, once a phase, in as many processes as there are ranks::
-
-    python -m kaiyuan.megatron.pretrain --num-layers 28 ... --data-path data/phase1
+Run by kaiyuan/rank.py in every process of a training.
 """
 
-import os
-import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -26,9 +22,6 @@ from kaiyuan.data.phase import ConvertedPhase
 from kaiyuan.errors import UserError
 from kaiyuan.megatron import arguments, cpu, layers, records
 from kaiyuan.megatron.dataset import OrderedDataset
-
-# The launcher shows the lines that start with this and keeps the rest in the log.
-ERROR_MARK = "[kaiyuan] error: "
 
 
 def loss_function(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -63,7 +56,7 @@ def provide_datasets(
     phase = ConvertedPhase.open(Path(args.data_path[0]))
     if phase.vocab_size > args.padded_vocab_size:
         raise UserError(
-            f"{phase.path} was made with a vocabulary of {phase.vocab_size} entries, "
+            f"{phase.folder} was made with a vocabulary of {phase.vocab_size} entries, "
             f"the model has {args.padded_vocab_size}"
         )
     return OrderedDataset(phase, args.seq_length), None, None
@@ -89,21 +82,5 @@ def run(argv: Sequence[str]) -> None:
         records.install(Path(args.record_to), args.phase_name)
     config = pretrain_cfg_container_from_args(args, model_config)
     pretrain(config, provide_datasets, ModelType.encoder_or_decoder, forward_step)
-
-
-def main() -> None:
-    """Entry point of a rank; a UserError becomes one marked line and exit code 2."""
-    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
-        os.environ.setdefault(name, value)
-    try:
-        run(sys.argv[1:])
-    except UserError as error:
-        print(f"{ERROR_MARK}{error}", flush=True)
-        # Not sys.exit: other ranks may wait in a collective that will never come.
-        os._exit(2)
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()
