@@ -1,6 +1,7 @@
 """The README.md of an exported model, from what its run wrote down."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from kaiyuan.checkpoint.describe import CheckpointInfo
 from kaiyuan.checkpoint.hf_config import canonical_model
@@ -59,13 +60,25 @@ def _model_part(info: CheckpointInfo) -> str:
     return f"## Model\n\n{note}{_table(header, rows)}"
 
 
-def _phases_part(phases: list[dict[str, object]]) -> str:
-    keys = list(dict.fromkeys(key for phase in phases for key in phase))
-    rows = ([_cell(phase.get(key, "")) for key in keys] for phase in phases)
-    return _table([key.replace("_", " ") for key in keys], rows)
+# Of a phase, and of Megatron's arguments in it.
+_PHASE_KEYS = ("name", "documents", "tokens", "samples", "steps", "content_hash")
+_PHASE_ARGUMENTS = ("seq_length", "global_batch_size", "lr_decay_style", "lr", "min_lr")
+
+
+def _phases_part(phases: Sequence[Mapping[str, Any]]) -> str:
+    keys = [key for key in _PHASE_KEYS if any(key in phase for phase in phases)]
+    arguments = [phase.get("arguments", {}) for phase in phases]
+    argument_keys = [key for key in _PHASE_ARGUMENTS if any(key in a for a in arguments)]
+    rows = (
+        [_cell(phase.get(key)) for key in keys] + [_cell(a.get(key)) for key in argument_keys]
+        for phase, a in zip(phases, arguments, strict=True)
+    )
+    return _table([key.replace("_", " ") for key in [*keys, *argument_keys]], rows)
 
 
 def _cell(value: object) -> str:
+    if value is None:
+        return ""
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 

@@ -11,7 +11,6 @@ import yaml
 from kaiyuan.errors import UserError
 from kaiyuan.files import MANIFEST, read_manifest
 
-RUN_FILE = "run.json"
 CHECKPOINTS = "checkpoints"
 # The names that Megatron gives: the file says which folder to load, "release" being the folder of
 # weights that are the start of a training and not a point of it.
@@ -42,7 +41,7 @@ class CheckpointInfo:
 
 
 # Carried from a run into what is made of its checkpoints, where the run has them:
-# phases: for each phase its name, the hash of its data, its tokens, samples and steps.
+# phases: for each phase its name, the hash of its data, its tokens, samples, steps and arguments.
 # averaged: the iterations and weights of which the checkpoint is the mean.
 # grades: for an argument, how well its value is known (see docs/alignment.md).
 # end_of_document_id: the token after each document.
@@ -72,7 +71,7 @@ def describe_checkpoint(
     described = _description(folder)
     if described is None and (model is None or vocab_size is None):
         raise UserError(
-            f"nothing near {folder} says what model it is (no {RUN_FILE}, no {MANIFEST}): "
+            f"nothing near {folder} says what model it is (there is no {MANIFEST}): "
             "give --model FILE and --vocab-size N"
         )
     home, known = described or (folder, {})
@@ -133,11 +132,9 @@ def _iteration_folder(path: Path) -> Path:
 
 def _description(folder: Path) -> tuple[Path, dict[str, Any]] | None:
     """Return the folder of the description and its content."""
-    if (folder.parent / MANIFEST).is_file():
-        return folder.parent, read_manifest(folder.parent, "checkpoint")
-    for home in (folder.parent.parent, folder.parent):
-        if (home / RUN_FILE).is_file():
-            return home, read_manifest(home, "run", RUN_FILE)
+    for home, kind in ((folder.parent, "checkpoint"), (folder.parent.parent, "run")):
+        if (home / MANIFEST).is_file():
+            return home, read_manifest(home, kind)
     return None
 
 

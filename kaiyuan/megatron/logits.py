@@ -1,93 +1,49 @@
-"""The logits of Megatron's own model, for comparison with an exported one.
-
-This is the other side of the proof that weights were converted right: the checkpoint is read by
-Megatron's loader into Megatron's GPTModel, and none of kaiyuan's conversion takes part.
-"""
+"""The logits of Megatron's own model; see kaiyuan/checkpoint/parity.py."""
 
 import logging
-import multiprocessing
 import warnings
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from megatron.core.transformer import TransformerConfig
 
 from kaiyuan.checkpoint.describe import CheckpointInfo
 from kaiyuan.checkpoint.hf_config import canonical_model
 from kaiyuan.checkpoint.load import TorchDistCheckpoint
 from kaiyuan.checkpoint.names import EMBEDDING
+from kaiyuan.megatron import layers
 
-Logits = npt.NDArray[np.float32]
 
-
-def compare_logits(info: CheckpointInfo, hf_folder: Path, tokens: Sequence[Sequence[int]]) -> float:
-    """Return the largest absolute difference of the logits of both models, in fp32.
+def logits(info: CheckpointInfo, tokens: Sequence[Sequence[int]]) -> npt.NDArray[np.float32]:
+    """Return the logits in fp32, [batch, sequence, vocabulary without padding].
 
     Args:
-        info: the checkpoint. Megatron unpickles parts of it: use this on what you made yourself.
-        hf_folder: the exported model.
+        info: the checkpoint.
         tokens: ids, [batch, sequence].
     """
-    ours = megatron_logits(info, tokens)
-    theirs = transformers_logits(hf_folder, tokens)
-    return float(np.abs(ours - theirs).max())
-
-
-def transformers_logits(hf_folder: Path, tokens: Sequence[Sequence[int]]) -> Logits:
-    """Return the logits of transformers' model, [batch, sequence, vocabulary]."""
-    from transformers import AutoModelForCausalLM
-    from transformers.utils import logging as transformers_logging
-
-    transformers_logging.disable_progress_bar()
-    model = AutoModelForCausalLM.from_pretrained(hf_folder, dtype=torch.float32)
-    with torch.inference_mode():
-        return model(torch.tensor(tokens)).logits.numpy()
-
-
-def megatron_logits(info: CheckpointInfo, tokens: Sequence[Sequence[int]]) -> Logits:
-    """Return the logits of Megatron's model, [batch, sequence, vocabulary without padding].
-
-    Runs in a new process, because Megatron keeps its state in globals and what stands in for CUDA
-    on a CPU changes torch.
-    """
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, mp_context=context) as pool:
-        return pool.submit(_megatron_logits, info, tokens).result()
-
-
-def _megatron_logits(info: CheckpointInfo, tokens: Sequence[Sequence[int]]) -> Logits:
-    # Torch and Megatron warn of names of each other that are about to go, and of each of a dozen
-    # optional packages that are not needed here.
+    # Torch and Megatron warn of names of each other that are about to go.
     warnings.simplefilter("ignore")
     logging.getLogger("megatron").setLevel(logging.ERROR)
-    from kaiyuan.megatron import cpu
-
-    cpu.install()
     model = load_model(info)
     ids = torch.tensor(tokens, device=torch.cuda.current_device())
     positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
     with torch.inference_mode():
-        logits = model(ids, positions, None)
-    return logits[..., : info.vocab_size].float().cpu().numpy()
+        out = model(ids, positions, None)
+    return out[..., : info.vocab_size].float().cpu().numpy()
 
 
 def load_model(info: CheckpointInfo) -> Any:
     """Return Megatron's GPTModel in fp32 with the weights of a checkpoint, in one process.
 
-    Whatever split the checkpoint was trained with, it is loaded without one. Without CUDA,
-    :func:`kaiyuan.megatron.cpu.install` must have been called.
+    Whatever split the checkpoint was trained with, it is loaded without one.
     """
-    from megatron.core import dist_checkpointing, parallel_state
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-
-    from kaiyuan.megatron import layers
-
     if not torch.distributed.is_initialized():
         torch.distributed.init_process_group(
             "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
@@ -111,9 +67,7 @@ def load_model(info: CheckpointInfo) -> Any:
     return model.eval().to(torch.cuda.current_device())
 
 
-def _transformer_config(arguments: dict[str, Any]) -> Any:
-    from megatron.core.transformer import TransformerConfig
-
+def _transformer_config(arguments: dict[str, Any]) -> TransformerConfig:
     return TransformerConfig(
         num_layers=arguments["num_layers"],
         hidden_size=arguments["hidden_size"],
