@@ -142,7 +142,7 @@ def export_checkpoint(
 
     info = describe_checkpoint(checkpoint, model, vocab_size, tokenizer)
     manifest = export(info, output, dtype)
-    size = sum(file["bytes"] for file in manifest["files"].values())
+    size = sum(file["size"] for file in manifest["files"].values())
     typer.echo(f"{info.folder} -> {output}: {size / 1e6:,.1f} MB, {dtype}")
 
 

@@ -14,7 +14,7 @@ from kaiyuan.checkpoint.load import ModelTensors, TorchDistCheckpoint
 from kaiyuan.checkpoint.safetensors_io import DTYPES, write_shards
 from kaiyuan.checkpoint.tokenizer import check_tokenizer, copy_tokenizer
 from kaiyuan.errors import UserError
-from kaiyuan.files import MANIFEST, atomic_folder, sha256_of, write_manifest
+from kaiyuan.files import atomic_folder, sha256_of, write_manifest
 
 KIND = "hf_model"
 
@@ -48,12 +48,12 @@ def export(info: CheckpointInfo, output: Path, dtype: str = "bfloat16") -> dict[
     tensors = ModelTensors(TorchDistCheckpoint(info.folder), sizes_of(info))
     shapes = {n: s for e in tensors for n, s in zip(e.hf_names, e.hf_shapes, strict=True)}
     with atomic_folder(output) as folder:
-        hashes = write_shards(folder, _hf_tensors(tensors), shapes, DTYPES[dtype])
+        shards = write_shards(folder, _hf_tensors(tensors), shapes, DTYPES[dtype])
         _write_json(folder / "config.json", config)
         _write_json(folder / "generation_config.json", _generation_config(end_of_document))
         copy_tokenizer(info.tokenizer, folder)
         (folder / "README.md").write_text(model_card(info, dtype), encoding="utf-8")
-        return write_manifest(folder, KIND, _manifest(folder, info, dtype, hashes))
+        return write_manifest(folder, KIND, _manifest(folder, info, dtype, shards))
 
 
 def _hf_tensors(tensors: ModelTensors) -> Iterator[tuple[str, Tensor]]:
@@ -67,23 +67,21 @@ def _generation_config(end_of_document: int | None) -> dict[str, Any]:
 
 
 def _manifest(
-    folder: Path, info: CheckpointInfo, dtype: str, hashes: dict[str, str]
+    folder: Path, info: CheckpointInfo, dtype: str, shards: dict[str, dict[str, Any]]
 ) -> dict[str, Any]:
-    files = sorted(path for path in folder.iterdir() if path.name != MANIFEST)
+    names = sorted(path.name for path in folder.iterdir())
     return {
         "iteration": info.iteration,
         "model": canonical_model(info.model),
         "vocab_size": info.vocab_size,
         "dtype": dtype,
         **info.history,
-        "files": {
-            path.name: {
-                "bytes": path.stat().st_size,
-                "sha256": hashes.get(path.name) or sha256_of(path),
-            }
-            for path in files
-        },
+        "files": {name: shards.get(name) or _file_entry(folder / name) for name in names},
     }
+
+
+def _file_entry(path: Path) -> dict[str, Any]:
+    return {"size": path.stat().st_size, "sha256": sha256_of(path)}
 
 
 def _write_json(path: Path, value: object) -> None:

@@ -13,7 +13,6 @@ from kaiyuan.checkpoint.load import listed, refuse_non_finite
 from kaiyuan.checkpoint.names import Entry, Sizes, entries
 from kaiyuan.checkpoint.safetensors_io import Shards
 from kaiyuan.checkpoint.save import write_checkpoint
-from kaiyuan.checkpoint.tokenizer import check_tokenizer
 from kaiyuan.errors import UserError
 from kaiyuan.files import MANIFEST, read_manifest
 
@@ -35,15 +34,12 @@ def import_hf(folder: Path, output: Path) -> dict[str, Any]:
     """
     model, vocab_size = from_config(_read_config(folder))
     known = read_manifest(folder, KIND) if (folder / MANIFEST).is_file() else {}
-    has_tokenizer = (folder / "tokenizer.json").is_file()
-    if has_tokenizer:
-        check_tokenizer(folder, vocab_size)
     info = CheckpointInfo(
         folder=folder,
         iteration=known.get("iteration", 0),
         model=model,
         vocab_size=vocab_size,
-        tokenizer=folder if has_tokenizer else None,
+        tokenizer=folder if (folder / "tokenizer.json").is_file() else None,
         history={key: known[key] for key in HISTORY if key in known},
     )
     shards = Shards(folder)

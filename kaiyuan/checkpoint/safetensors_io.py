@@ -5,17 +5,18 @@ a JSON header and the bytes (https://github.com/huggingface/safetensors#format);
 are known beforehand, the header can be written first and the tensors streamed behind it.
 """
 
-import hashlib
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from kaiyuan.errors import UserError
+from kaiyuan.files import hashed_write
 
 INDEX = "model.safetensors.index.json"
 
@@ -45,7 +46,7 @@ def write_shards(
     shapes: Mapping[str, tuple[int, ...]],
     dtype: torch.dtype,
     most_bytes: int = 2_000_000_000,
-) -> dict[str, str]:
+) -> dict[str, dict[str, Any]]:
     """Write ``tensors`` into numbered shards and an index.
 
     Args:
@@ -56,20 +57,20 @@ def write_shards(
         most_bytes: of tensors in a shard, unless one alone is larger.
 
     Returns:
-        The SHA-256 of each shard, by file name.
+        Size and SHA-256 of each shard, by file name.
     """
     shards = plan_shards(shapes, dtype, most_bytes)
     stream = iter(tensors)
-    hashes: dict[str, str] = {}
+    files: dict[str, dict[str, Any]] = {}
     weight_map: dict[str, str] = {}
     for number, names in enumerate(shards, 1):
         file_name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        hashes[file_name] = _write_shard(folder / file_name, names, stream, shapes, dtype)
+        files[file_name] = _write_shard(folder / file_name, names, stream, shapes, dtype)
         weight_map |= dict.fromkeys(names, file_name)
     total = sum(math.prod(shape) for shape in shapes.values()) * dtype.itemsize
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
-    return hashes
+    return files
 
 
 def _write_shard(
@@ -78,7 +79,7 @@ def _write_shard(
     tensors: Iterator[tuple[str, Tensor]],
     shapes: Mapping[str, tuple[int, ...]],
     dtype: torch.dtype,
-) -> str:
+) -> dict[str, Any]:
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name in names:
@@ -90,19 +91,15 @@ def _write_shard(
         }
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # the tensors start at a multiple of eight
-    digest = hashlib.sha256()
-    with path.open("wb") as stream:
-        for block in (len(text).to_bytes(8, "little"), text):
-            stream.write(block)
-            digest.update(block)
+    with hashed_write(path) as stream:
+        stream.write(len(text).to_bytes(8, "little"))
+        stream.write(text)
         for wanted in names:
             name, tensor = next(tensors)
             if name != wanted or tuple(tensor.shape) != shapes[name]:
                 raise RuntimeError(f"{name} {tuple(tensor.shape)} came where {wanted} was planned")
-            data = tensor.to(dtype).contiguous().reshape(-1).view(torch.uint8).numpy()
-            stream.write(data)
-            digest.update(data)
-    return digest.hexdigest()
+            stream.write(tensor.to(dtype).contiguous().reshape(-1).view(torch.uint8).numpy())
+    return stream.entry()
 
 
 class Shards:

@@ -25,7 +25,7 @@ from kaiyuan.checkpoint.describe import HISTORY, RELEASE, TRACKER, CheckpointInf
 from kaiyuan.checkpoint.hf_config import sizes_of
 from kaiyuan.checkpoint.load import INDEX
 from kaiyuan.checkpoint.names import MEGATRON_LAYERS, Entry, Sizes, entries
-from kaiyuan.checkpoint.tokenizer import copy_tokenizer
+from kaiyuan.checkpoint.tokenizer import check_tokenizer, copy_tokenizer
 from kaiyuan.files import atomic_folder, write_json, write_manifest
 
 _DATA_FILE = "__0_0.distcp"
@@ -64,8 +64,6 @@ def write_checkpoint(
         The manifest.
     """
     with atomic_folder(output) as folder:
-        write_torch_dist(folder / RELEASE, sizes_of(info), read)
-        (folder / TRACKER).write_text(RELEASE)
         body = {
             "iteration": info.iteration,
             "model": info.model,
@@ -75,6 +73,9 @@ def write_checkpoint(
         }
         if info.tokenizer:
             copy_tokenizer(info.tokenizer, folder / TOKENIZER)
+            check_tokenizer(folder / TOKENIZER, info.vocab_size)
+        write_torch_dist(folder / RELEASE, sizes_of(info), read)
+        (folder / TRACKER).write_text(RELEASE)
         return write_manifest(folder, "checkpoint", body)
 
 

@@ -1,47 +1,35 @@
 """The tokenizer that goes with a model."""
 
-import json
 import shutil
 from pathlib import Path
 
+from kaiyuan.data.tokenizer import ENDOFTEXT, FILES, extract_tokenizer, load_tokenizer
 from kaiyuan.errors import UserError
-
-FILES = ("merges.txt", "tokenizer.json", "tokenizer_config.json", "vocab.json")
-
-# The name that Qwen's tokenizers, and those of kaiyuan, give to the end of a document.
-END_OF_DOCUMENT = "<|endoftext|>"
 
 
 def check_tokenizer(folder: Path, vocab_size: int) -> int | None:
-    """Check that the model has a row for every id of a tokenizer.
+    """Check that the four files are whole and that the model has a row for every id.
 
     Returns:
-        The id of :data:`END_OF_DOCUMENT`, where the tokenizer has it.
+        The id of ``<|endoftext|>``, where the tokenizer has it.
 
     Raises:
-        UserError: files are missing or damaged, or the vocabulary is another one.
+        UserError: files are missing or disagree, or the vocabulary is another one.
     """
-    path = folder / "tokenizer.json"
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        if not (folder / name).is_file():
-            raise UserError(f"the tokenizer {folder} lacks {name}")
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        added = {token["content"]: token["id"] for token in content["added_tokens"]}
-        most = max([*content["model"]["vocab"].values(), *added.values()])
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{path} is not a byte-level BPE tokenizer: {error}") from error
-    if most >= vocab_size:
+    info = load_tokenizer(folder)
+    if info.vocab_size > vocab_size:
         raise UserError(
-            f"the tokenizer {folder} has ids up to {most:,}, the model has {vocab_size:,} entries: "
-            "it was trained with another vocabulary"
+            f"the tokenizer {folder} has ids up to {info.vocab_size - 1:,}, the model has "
+            f"{vocab_size:,} entries: it was trained with another vocabulary"
         )
-    return added.get(END_OF_DOCUMENT)
+    return info.tokens.get(ENDOFTEXT)
 
 
 def copy_tokenizer(source: Path, target: Path) -> None:
-    """Copy those of the four files that the tokenizer has."""
+    """Copy the four files, or make those that a model of Hugging Face came without."""
     target.mkdir(exist_ok=True)
-    for name in FILES:
-        if (source / name).is_file():
+    if all((source / name).is_file() for name in FILES):
+        for name in FILES:
             shutil.copyfile(source / name, target / name)
+    else:
+        extract_tokenizer(str(source), target)
