@@ -1,5 +1,7 @@
 """A small model with sizes that are not square, trained with the real engine at every layout."""
 
+import dataclasses
+import functools
 import inspect
 import json
 import os
@@ -16,6 +18,8 @@ from rich.console import Console
 from tokenizers import Tokenizer
 
 from kaiyuan.checkpoint.describe import CheckpointInfo, describe_checkpoint
+from kaiyuan.checkpoint.export import export
+from kaiyuan.checkpoint.parity import megatron_logits
 from kaiyuan.config import load_params
 from kaiyuan.data.convert import convert
 from kaiyuan.data.tokenizer import train_tokenizer
@@ -64,7 +68,6 @@ HPARAMS = {
     "eval_iters": 0,
     "eval_interval": 1000,
     "log_interval": 10,
-    "save_interval": 2,
     "ckpt_format": "torch_dist",
 }
 STEPS = 8
@@ -107,35 +110,41 @@ def plan(tmp_path_factory, tokenizer) -> tuple[Plan, Path]:
     return make_plan(load_params(str(params)), data), data
 
 
+# Tensor and pipeline parallel size.
 LAYOUTS = {"tp1": (1, 1), "tp2": (2, 1), "pp2": (1, 2), "tp2pp2": (2, 2)}
 
 
-def layout_overrides(tp: int, pp: int) -> dict[str, object]:
-    overrides: dict[str, object] = {
+def layout_arguments(layout: str) -> dict[str, object]:
+    tp, pp = LAYOUTS[layout]
+    return {
         "tensor_model_parallel_size": tp,
         "pipeline_model_parallel_size": pp,
+        "sequence_parallel": tp > 1,
+        # The average needs several checkpoints; each takes seconds.
+        "save_interval": 2 if layout == "tp1" else 1000,
     }
-    return overrides | ({"sequence_parallel": True} if tp > 1 else {})
+
+
+def with_arguments(plan: Plan, arguments: dict[str, object]) -> Plan:
+    phases = [
+        dataclasses.replace(phase, arguments=phase.arguments | arguments) for phase in plan.phases
+    ]
+    return dataclasses.replace(plan, phases=tuple(phases))
 
 
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory, plan, tokenizer) -> Callable[[str], Path]:
     """Return the run of a layout; each is trained once."""
-    made: dict[str, Path] = {}
 
+    @functools.cache
     def run_of(layout: str) -> Path:
-        if layout not in made:
-            tp, pp = LAYOUTS[layout]
-            the_plan, data = plan
-            for phase in the_plan.phases:
-                phase.arguments.update(layout_overrides(tp, pp))
-                if tp == 1:
-                    phase.arguments.pop("sequence_parallel", None)
-            run = tmp_path_factory.mktemp(layout) / "run"
-            console = Console(file=sys.stderr)
-            train(the_plan, data, run, Nodes(tp * pp), tokenizer, console=console)
-            made[layout] = run
-        return made[layout]
+        the_plan, data = plan
+        tp, pp = LAYOUTS[layout]
+        run = tmp_path_factory.mktemp(layout) / "run"
+        console = Console(file=sys.stderr)
+        changed = with_arguments(the_plan, layout_arguments(layout))
+        train(changed, data, run, Nodes(tp * pp), tokenizer, console=console)
+        return run
 
     return run_of
 
@@ -148,3 +157,17 @@ def run(trained) -> Path:
 @pytest.fixture(scope="session")
 def info(run) -> CheckpointInfo:
     return describe_checkpoint(run)
+
+
+@pytest.fixture(scope="session")
+def expected(info, tokens):
+    """What Megatron computes with the checkpoint of ``info`` for ``tokens``."""
+    return megatron_logits(info, tokens)
+
+
+@pytest.fixture(scope="session")
+def hf(info, tmp_path_factory) -> Path:
+    """The checkpoint of ``info``, exported in fp32; not to be changed."""
+    folder = tmp_path_factory.mktemp("hf") / "model"
+    export(info, folder, "float32")
+    return folder
