@@ -37,7 +37,7 @@ _PHASES = (
 )
 _RANKED = ("phase3", "phase4", "phase5")
 _FILES_PER_PHASE = 3
-_LONGEST = 20_000  # characters of a document; longer files are cut into several
+_LONGEST = 4_000  # characters of a document; longer files are cut into several
 
 
 @dataclasses.dataclass(frozen=True)
