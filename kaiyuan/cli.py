@@ -274,6 +274,61 @@ def generate_text(
         typer.echo("\n---\n".join(before + text for before, text in pairs))
 
 
+@app.command()
+def compare(
+    checkpoint: Checkpoint,
+    exported: Annotated[Path, typer.Argument(help="Folder that kaiyuan export made of it.")],
+    text: Annotated[str, typer.Option(help="Text whose logits are compared.")] = (
+        "def mean(values):\n    return sum(values) / len(values)\n"
+    ),
+) -> None:
+    """Compare the logits of a checkpoint, in Megatron, with those of its export, in transformers.
+
+    Example: kaiyuan compare toy/run toy/model
+    """
+    from tokenizers import Tokenizer
+
+    from kaiyuan.checkpoint.describe import describe_checkpoint
+    from kaiyuan.megatron.logits import compare_logits
+
+    ids = Tokenizer.from_file(str(exported / "tokenizer.json")).encode(text).ids
+    difference = compare_logits(describe_checkpoint(checkpoint), exported, [ids])
+    typer.echo(f"largest difference of the logits of {len(ids)} tokens: {difference:.2e}")
+
+
+@app.command()
+def report(
+    run: Annotated[Path, typer.Argument(help="Folder of a run.")],
+) -> None:
+    """Show the phases of a run as a table and draw its loss curve.
+
+    Example: kaiyuan report toy/run
+    """
+    from rich.console import Console
+
+    from kaiyuan.report import draw_losses, phase_table
+
+    Console().print(phase_table(run))
+    picture = run / "loss.png"
+    draw_losses(run, picture)
+    typer.echo(f"loss curve: {picture}")
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option(help="Folder for everything that is made.")] = Path("toy"),
+) -> None:
+    """Run the whole chain, from parquet to a talking model, on a toy; no GPU is needed.
+
+    Example: kaiyuan demo --out toy
+    """
+    from rich.console import Console
+
+    from kaiyuan.demo import run_demo
+
+    run_demo(out, lambda argv: app(list(argv), standalone_mode=False), Console())
+
+
 def _prompt_lines(file: str | None) -> list[str]:
     if file is None:
         return []
