@@ -109,6 +109,84 @@ def tokenizer(
     typer.echo(f"{output}: vocabulary of {info.vocab_size:,}, hash {info.hash[:16]}")
 
 
+@app.command()
+def corpus(output: Annotated[Path, typer.Option(help="Folder to make.")]) -> None:
+    """Make a small corpus, laid out as the published data is, from text that Python ships.
+
+    Example: kaiyuan corpus --output toy/corpus
+    """
+    from kaiyuan.data.corpus import make_corpus
+
+    for phase in make_corpus(output)["phases"]:
+        typer.echo(
+            f"{output / phase['name']}: {phase['rows']:,} rows ({phase['null']} null, "
+            f"{phase['empty']} empty), {phase['text_bytes'] / 1e6:.2f} MB of text"
+        )
+
+
+@app.command("train-tokenizer")
+def train_tokenizer(
+    input: Annotated[Path, typer.Option(help="Parquet file, folder or glob.")],
+    output: Annotated[Path, typer.Option(help="Folder to write the four files to.")],
+    vocab_size: Annotated[int, typer.Option(help="Entries of the vocabulary.")] = 8192,
+) -> None:
+    """Train a byte-level BPE tokenizer; a reproduction takes the published one instead.
+
+    Example: kaiyuan train-tokenizer --input toy/corpus --output toy/tokenizer
+    """
+    from kaiyuan.data.corpus import texts_of
+    from kaiyuan.data.tokenizer import train_tokenizer
+
+    info = train_tokenizer(texts_of(input), output, vocab_size)
+    typer.echo(f"{output}: vocabulary of {info.vocab_size:,}, hash {info.hash[:16]}")
+
+
+DataFolder = Annotated[
+    Path | None, typer.Option(help="Folder with the converted phases, phase1 to phase5.")
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[KEY=VALUE]...",
+        help="Megatron arguments to change: lr=1e-3, or phase5.min_lr=1e-4 for one phase.",
+    ),
+]
+
+
+@app.command()
+def train(
+    model: Annotated[str, typer.Argument(help="toy, gpt_smoke, qwen3_1p7b, or a params folder.")],
+    data: Annotated[Path, typer.Option(help="Folder with the converted phases.")],
+    output: Annotated[Path, typer.Option(help="Folder of the run; gone on with if it exists.")],
+    changes: Overrides = None,
+    phase: Annotated[str | None, typer.Option(help="Train this phase only.")] = None,
+    tokenizer: Annotated[Path | None, typer.Option(help="Noted in the run, for export.")] = None,
+    nproc: Annotated[int, typer.Option(min=1, help="Processes here, one a GPU.")] = 1,
+    nnodes: Annotated[int, typer.Option(min=1, help="Machines.")] = 1,
+    node_rank: Annotated[int, typer.Option(min=0, help="Number of this machine.")] = 0,
+    master: Annotated[str, typer.Option(help="HOST:PORT of machine 0, if several.")] = "",
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the commands and end.")] = False,
+) -> None:
+    """Train all phases, or one; the same command goes on with an interrupted run.
+
+    Example: kaiyuan train toy --data toy/data --output toy/run lr=2e-3
+    """
+    import shlex
+
+    from kaiyuan.config import load_params
+    from kaiyuan.plan import make_plan
+    from kaiyuan.train import Nodes, check_layout, phase_arguments, train
+
+    plan = make_plan(load_params(model, changes or []), data)
+    nodes = Nodes(nproc, nnodes, node_rank, master)
+    if dry_run:
+        check_layout(plan, nodes)
+        for each in plan.phases:
+            typer.echo(shlex.join([*nodes.command(), *phase_arguments(each, data, output)]))
+        return
+    train(plan, data, output, nodes, tokenizer, phase)
+
+
 Checkpoint = Annotated[
     Path, typer.Argument(help="A run, its checkpoints folder, or one iteration's folder.")
 ]
@@ -237,6 +315,61 @@ def generate_text(
         typer.echo(json.dumps(answer, ensure_ascii=False))
     else:
         typer.echo("\n---\n".join(before + text for before, text in pairs))
+
+
+@app.command()
+def compare(
+    checkpoint: Checkpoint,
+    exported: Annotated[Path, typer.Argument(help="Folder that kaiyuan export made of it.")],
+    text: Annotated[str, typer.Option(help="Text whose logits are compared.")] = (
+        "def mean(values):\n    return sum(values) / len(values)\n"
+    ),
+) -> None:
+    """Compare the logits of a checkpoint, in Megatron, with those of its export, in transformers.
+
+    Example: kaiyuan compare toy/run toy/model
+    """
+    from tokenizers import Tokenizer
+
+    from kaiyuan.checkpoint.describe import describe_checkpoint
+    from kaiyuan.megatron.logits import compare_logits
+
+    ids = Tokenizer.from_file(str(exported / "tokenizer.json")).encode(text).ids
+    difference = compare_logits(describe_checkpoint(checkpoint), exported, [ids])
+    typer.echo(f"largest difference of the logits of {len(ids)} tokens: {difference:.2e}")
+
+
+@app.command()
+def report(
+    run: Annotated[Path, typer.Argument(help="Folder of a run.")],
+) -> None:
+    """Show the phases of a run as a table and draw its loss curve.
+
+    Example: kaiyuan report toy/run
+    """
+    from rich.console import Console
+
+    from kaiyuan.report import draw_losses, phase_table
+
+    Console().print(phase_table(run))
+    picture = run / "loss.png"
+    draw_losses(run, picture)
+    typer.echo(f"loss curve: {picture}")
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option(help="Folder for everything that is made.")] = Path("toy"),
+) -> None:
+    """Run the whole chain, from parquet to a talking model, on a toy; no GPU is needed.
+
+    Example: kaiyuan demo --out toy
+    """
+    from rich.console import Console
+
+    from kaiyuan.demo import run_demo
+
+    run_demo(out, lambda argv: app(list(argv), standalone_mode=False), Console())
 
 
 def _prompt_lines(file: str | None) -> list[str]:

@@ -21,9 +21,8 @@ class PhasePlan:
 
     Attributes:
         name: of the phase.
-        documents: number in the converted data; None where the tokens are assumed.
+        data: the converted data; None where the tokens are assumed.
         tokens: of the phase's data, end-of-document tokens included.
-        content_hash: of the converted data; None where the tokens are assumed.
         samples: trained on; a multiple of the global batch.
         first_step: steps done before the phase begins.
         last_step: steps done when it ends.
@@ -31,9 +30,8 @@ class PhasePlan:
     """
 
     name: str
-    documents: int | None
+    data: ConvertedPhase | None
     tokens: int
-    content_hash: str | None
     samples: int
     first_step: int
     last_step: int
@@ -118,11 +116,12 @@ def make_plan(params: Params, data: Path | None = None) -> Plan:
         UserError: a phase has neither data nor an assumption, is too short for one step, or was
             converted in another order than data.yaml asks for.
     """
-    sizes = [_size(phase, data) for phase in params.phases]
+    converted = [_converted(phase, params, data) for phase in params.phases]
+    tokens = [_tokens(*pair) for pair in zip(params.phases, converted, strict=True)]
     batch, sequence = (_number(params, key) for key in ("global_batch_size", "seq_length"))
-    steps = []
-    for phase, size in zip(params.phases, sizes, strict=True):
-        samples = (size.tokens - 1) // sequence
+    ends = [0]
+    for phase, count in zip(params.phases, tokens, strict=True):
+        samples = (count - 1) // sequence
         if phase.max_samples is not None:
             samples = min(samples, phase.max_samples)
         if samples < batch:
@@ -130,66 +129,78 @@ def make_plan(params: Params, data: Path | None = None) -> Plan:
                 f"{phase.name} has {samples} samples of {sequence} tokens, fewer than one global "
                 f"batch of {batch}"
             )
-        steps.append(samples // batch)
-    ends = [sum(steps[: i + 1]) for i in range(len(steps))]
-    plans = []
-    for phase, size, num_steps, end in zip(params.phases, sizes, steps, ends, strict=True):
-        arguments = params.arguments(phase) | {
-            "train_samples": ends[-1] * batch,
-            "override_opt_param_scheduler": True,
-            "phase_name": phase.name,
-        }
-        if len(ends) > 1:
-            arguments["phase_transition_iterations"] = ",".join(map(str, ends[:-1]))
-        # A decay belongs to its phase: it ends with it, and where it is the last part of a
-        # warm-up-stable-decay schedule it also begins with it.
-        style = arguments.get("lr_decay_style", "linear")
-        arguments.setdefault("lr_decay_samples", (ends[-1] if style == "constant" else end) * batch)
-        if style == "WSD":
-            arguments.setdefault("lr_wsd_decay_samples", num_steps * batch)
-        if (arguments.get("lr_warmup_samples") or 0) >= arguments["lr_decay_samples"]:
-            raise UserError(
-                f"the warm-up of {arguments['lr_warmup_samples']} samples is not shorter than the "
-                f"{arguments['lr_decay_samples']} samples that are trained on"
-            )
-        plans.append(
-            PhasePlan(
-                name=phase.name,
-                documents=size.documents,
-                tokens=size.tokens,
-                content_hash=size.content_hash,
-                samples=num_steps * batch,
-                first_step=end - num_steps,
-                last_step=end,
-                arguments=arguments,
-            )
+        ends.append(ends[-1] + samples // batch)
+    phases = [
+        PhasePlan(
+            name=phase.name,
+            data=converted[i],
+            tokens=tokens[i],
+            samples=(ends[i + 1] - ends[i]) * batch,
+            first_step=ends[i],
+            last_step=ends[i + 1],
+            arguments=_arguments(params, phase, ends[1:], i),
         )
-    return Plan(params, tuple(plans))
+        for i, phase in enumerate(params.phases)
+    ]
+    return Plan(params, tuple(phases))
 
 
-@dataclasses.dataclass(frozen=True)
-class _Size:
-    documents: int | None
-    tokens: int
-    content_hash: str | None
+def _arguments(params: Params, phase: PhaseParams, ends: list[int], i: int) -> dict[str, Any]:
+    """Return Megatron's arguments of phase ``i``; the phases end after the steps ``ends``."""
+    arguments = params.arguments(phase)
+    batch = arguments["global_batch_size"]
+    arguments |= {
+        "train_samples": ends[-1] * batch,
+        "override_opt_param_scheduler": True,
+        "phase_name": phase.name,
+    }
+    if len(ends) > 1:
+        arguments["phase_transition_iterations"] = ",".join(map(str, ends[:-1]))
+    # A decay belongs to its phase: it ends with it, and as the last part of a
+    # warm-up-stable-decay schedule it also begins with it.
+    style = arguments.get("lr_decay_style", "linear")
+    end = ends[-1] if style == "constant" else ends[i]
+    arguments.setdefault("lr_decay_samples", end * batch)
+    if style == "WSD":
+        steps = ends[i] - (ends[i - 1] if i else 0)
+        arguments.setdefault("lr_wsd_decay_samples", steps * batch)
+    warmup = arguments.get("lr_warmup_samples") or 0
+    if warmup >= arguments["lr_decay_samples"]:
+        raise UserError(
+            f"the warm-up of {warmup} samples is not shorter than the "
+            f"{arguments['lr_decay_samples']} samples that are trained on"
+        )
+    return arguments
 
 
-def _size(phase: PhaseParams, data: Path | None) -> _Size:
-    folder = data / phase.name if data else None
-    if folder is None or not (folder / MANIFEST).exists():
-        if phase.tokens is None:
-            raise UserError(
-                f"{phase.name} is not converted yet ({folder or 'no data folder was given'}) and "
-                "data.yaml assumes no number of tokens for it"
-            )
-        return _Size(None, phase.tokens, None)
-    converted = ConvertedPhase.open(folder)
+def _converted(phase: PhaseParams, params: Params, data: Path | None) -> ConvertedPhase | None:
+    """Open a phase's converted data, where there is any, and check that it fits the params."""
+    if data is None or not (data / phase.name / MANIFEST).exists():
+        return None
+    converted = ConvertedPhase.open(data / phase.name)
     order = converted.manifest["order"]["kind"]
     if order != phase.order:
         raise UserError(
-            f"{folder} was converted in {order} order, but data.yaml asks for {phase.order} order"
+            f"{converted.folder} was converted in {order} order, but data.yaml asks for "
+            f"{phase.order} order"
         )
-    return _Size(converted.num_documents, converted.num_tokens, converted.content_hash)
+    vocab_size = _number(params, "vocab_size")
+    if converted.vocab_size > vocab_size:
+        raise UserError(
+            f"{converted.folder} was made with a vocabulary of {converted.vocab_size} entries, "
+            f"the model has {vocab_size}"
+        )
+    return converted
+
+
+def _tokens(phase: PhaseParams, converted: ConvertedPhase | None) -> int:
+    if converted is not None:
+        return converted.num_tokens
+    if phase.tokens is None:
+        raise UserError(
+            f"{phase.name} is not converted yet and data.yaml assumes no number of tokens for it"
+        )
+    return phase.tokens
 
 
 def _number(params: Params, key: str) -> int:

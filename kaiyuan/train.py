@@ -25,6 +25,8 @@ from kaiyuan.files import read_manifest, sha256_of_json, write_manifest
 from kaiyuan.plan import PhasePlan, Plan
 from kaiyuan.rank import ERROR_MARK, MARK
 
+RUN_FILE = "run.json"
+
 # Arguments that say how the work is laid out and reported, not what is computed; these alone may
 # change when a run goes on.
 _LAYOUT = {
@@ -67,17 +69,15 @@ class Nodes:
         """Return the command that starts the processes of this machine."""
         if self.processes * self.nodes == 1:
             return [sys.executable, "-m", "kaiyuan.rank"]
-        where = (
+        host, _, port = self.address.rpartition(":")
+        meeting = (
             ["--standalone"]
             if self.nodes == 1
-            else [
-                f"--master-addr={self.address.rpartition(':')[0]}",
-                f"--master-port={self.address.rpartition(':')[2]}",
-                f"--node-rank={self.rank}",
-            ]
+            else [f"--master-addr={host}", f"--master-port={port}", f"--node-rank={self.rank}"]
         )
-        torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={self.nodes}"]
-        return [*torchrun, f"--nproc-per-node={self.processes}", *where, "-m", "kaiyuan.rank"]
+        counts = [f"--nnodes={self.nodes}", f"--nproc-per-node={self.processes}"]
+        torchrun = [sys.executable, "-m", "torch.distributed.run", *counts, *meeting]
+        return [*torchrun, "-m", "kaiyuan.rank"]
 
 
 def check_layout(plan: Plan, nodes: Nodes) -> None:
@@ -144,7 +144,7 @@ def train(
     console = console or Console()
     check_layout(plan, nodes)
     for phase in plan.phases:
-        if phase.content_hash is None:
+        if phase.data is None:
             raise UserError(f"{data / phase.name} is not converted yet: run kaiyuan convert first")
     with _lock(run, nodes.rank) as lock:
         if nodes.rank == 0:
@@ -212,39 +212,43 @@ def _lock(run: Path, node: int) -> Iterator[int]:
 
 
 def _describe(plan: Plan, run: Path, tokenizer: Path | None) -> None:
-    """Write run/manifest.json, or hold the plan against the one that is there."""
+    """Write run.json, or hold the plan against the one that is there."""
+    tokenizers = {phase.data.manifest["tokenizer"]["hash"] for phase in plan.phases if phase.data}
+    ends = {phase.data.eod for phase in plan.phases if phase.data}
+    if len(tokenizers) > 1 or len(ends) > 1:
+        raise UserError("the phases were converted with different tokenizers: convert them again")
     phases = [
         {
             "name": phase.name,
-            "content_hash": phase.content_hash,
-            "documents": phase.documents,
+            "content_hash": phase.data.content_hash,
+            "documents": phase.data.num_documents,
             "tokens": phase.tokens,
             "samples": phase.samples,
             "steps": phase.steps,
             "arguments": {k: v for k, v in phase.arguments.items() if k not in _LAYOUT},
         }
         for phase in plan.phases
+        if phase.data
     ]
     if latest_step(run):
-        begun = read_manifest(run, "run")
+        begun = read_manifest(run, "run", RUN_FILE)
         change = _first_difference(begun["phases"], phases)
         if change:
             raise UserError(
                 f"{run} was begun with another plan: {change}; give the old value, or another "
                 "folder with --output"
             )
-    write_manifest(
-        run,
-        "run",
-        {
-            "name": plan.params.name,
-            "version": __version__,
-            "model": plan.params.model,
-            "vocab_size": plan.params.model["vocab_size"],
-            "tokenizer": str(tokenizer.absolute()) if tokenizer else None,
-            "phases": phases,
-        },
-    )
+    body = {
+        "name": plan.params.name,
+        "version": __version__,
+        "model": plan.params.model,
+        "vocab_size": plan.params.model["vocab_size"],
+        "tokenizer": str(tokenizer.absolute()) if tokenizer else None,
+        "tokenizer_hash": tokenizers.pop(),
+        "end_of_document_id": ends.pop(),
+        "phases": phases,
+    }
+    write_manifest(run, "run", body, RUN_FILE)
 
 
 def _first_difference(old: Any, new: Any, where: str = "") -> str | None:
@@ -287,7 +291,7 @@ def _run_phase(
             pass_fds=[lock],
             start_new_session=True,  # Ctrl-C reaches it as the signal that saves
         )
-        with _signals_to(child):
+        with _signals_to(child) as signals:
             assert child.stdout is not None
             for line in child.stdout:
                 out.write(line)
@@ -299,7 +303,8 @@ def _run_phase(
             code = child.wait()
     if error:
         raise UserError(error)
-    if code:
+    # torchrun does not end with 0 after a signal, even if all ranks saved and did.
+    if code and not signals:
         raise UserError(f"{phase.name} failed with exit code {code}; the log is {log}")
 
 
@@ -319,16 +324,22 @@ def _free_port() -> int:
 
 
 @contextlib.contextmanager
-def _signals_to(child: subprocess.Popen[str]) -> Iterator[None]:
-    """Pass Ctrl-C and SIGTERM on as SIGTERM, at which Megatron saves and ends."""
+def _signals_to(child: subprocess.Popen[str]) -> Iterator[list[int]]:
+    """Pass Ctrl-C and SIGTERM on as SIGTERM, at which Megatron saves and ends.
 
-    def forward(*_: object) -> None:
+    Yields:
+        The signals that came.
+    """
+    came: list[int] = []
+
+    def forward(number: int, _: object) -> None:
+        came.append(number)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGTERM)
 
     before = {s: signal.signal(s, forward) for s in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield
+        yield came
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -29,15 +29,15 @@ SOURCES = ("code", "english", "chinese")
 # Megabytes of text a phase, and what share of the best documents it takes. As in the report, the
 # share shrinks from phase to phase, so that the best documents come back.
 _PHASES = (
-    ("phase1", 6.0, 1.0),
+    ("phase1", 6.2, 1.0),
     ("phase2", 3.5, 0.8),
-    ("phase3", 0.35, 0.5),
-    ("phase4", 0.35, 0.3),
-    ("phase5", 0.35, 0.1),
+    ("phase3", 0.3, 0.5),
+    ("phase4", 0.3, 0.3),
+    ("phase5", 0.3, 0.1),
 )
 _RANKED = ("phase3", "phase4", "phase5")
 _FILES_PER_PHASE = 3
-_LONGEST = 20_000  # characters of a document; longer files are cut into several
+_LONGEST = 4_000  # characters of a document; longer files are cut into several
 
 
 @dataclasses.dataclass(frozen=True)

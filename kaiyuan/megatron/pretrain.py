@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import megatron.core.datasets.utils as dataset_utils
 import torch
 from megatron.core.enums import ModelType
 from megatron.training import get_args, pretrain
@@ -20,7 +19,7 @@ from torch import Tensor
 
 from kaiyuan.data.phase import ConvertedPhase
 from kaiyuan.errors import UserError
-from kaiyuan.megatron import arguments, cpu, layers, records
+from kaiyuan.megatron import arguments, cpu, layers, mends, records
 from kaiyuan.megatron.dataset import OrderedDataset
 
 
@@ -70,8 +69,7 @@ def run(argv: Sequence[str]) -> None:
     """Train with these Megatron arguments."""
     if cpu.is_active():
         argv = [*argv, *arguments.CPU_ARGUMENTS]
-    # initialize_megatron compiles an index builder that OrderedDataset has no use for.
-    dataset_utils.compile_helpers = lambda: None
+    mends.install()
     args = arguments.parse(argv)
     if args.context_parallel_size > 1:
         raise UserError("context_parallel_size must be 1: our attention does not split sequences")
