@@ -332,7 +332,7 @@ def compare(
     from tokenizers import Tokenizer
 
     from kaiyuan.checkpoint.describe import describe_checkpoint
-    from kaiyuan.megatron.logits import compare_logits
+    from kaiyuan.checkpoint.parity import compare_logits
 
     ids = Tokenizer.from_file(str(exported / "tokenizer.json")).encode(text).ids
     difference = compare_logits(describe_checkpoint(checkpoint), exported, [ids])
