@@ -51,6 +51,7 @@ from kaiyuan.files import (
 
 PLAN = "plan.json"
 FORMAT = 1  # raise it when the bytes of a shard would change for the same input
+_WORTH_A_PROCESS = 16 << 20  # bytes of text; below, starting a process takes longer than the work
 _SAMPLE_PARTS, _SAMPLE_CHARS = 8, 100_000
 
 
@@ -363,8 +364,9 @@ def _run_missing(plan: Conversion, workers: int, executor: ExecutorName) -> list
     missing = [unit for unit in plan.units if records[unit.number] is None]
     sizes = {unit.number: plan.bytes_of(unit) for unit in plan.units}
     total = sum(sizes.values())
-    done = total - sum(sizes[unit.number] for unit in missing)
-    with ConversionProgress(total, done) as progress:
+    left = sum(sizes[unit.number] for unit in missing)
+    workers = min(workers, 1 + left // _WORTH_A_PROCESS)
+    with ConversionProgress(total, total - left) as progress:
         for record in run_units(plan.job, missing, plan.files, workers, executor):
             number = record["unit"]["number"]
             records[number] = record

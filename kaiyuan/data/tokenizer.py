@@ -10,6 +10,7 @@ import json
 import shutil
 import tempfile
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -279,15 +280,20 @@ def choose_encoder(
     info: TokenizerInfo, wanted: EncoderName, special_text: SpecialText, sample: Sequence[str]
 ) -> EncoderChoice:
     """Take ``fast`` if it is wanted and gives the ids of ``hf`` on every text of the sample."""
-    reference = load_encoder(info.folder, info.json_sha256, "hf", special_text)
-    ids, lengths = reference.encode(sample)
-    if wanted == "hf":
-        return EncoderChoice("hf", "", len(ids))
-    try:
-        fast = load_encoder(info.folder, info.json_sha256, "fast", special_text)
-        fast_ids, fast_lengths = fast.encode(sample)
-    except Exception as error:  # whatever fastokens raises for a tokenizer that it cannot do
-        return EncoderChoice("hf", f"fastokens cannot use this tokenizer: {error}", len(ids))
+
+    def encode_with(name: EncoderName) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
+        return load_encoder(info.folder, info.json_sha256, name, special_text).encode(sample)
+
+    # fastokens takes a second to load Qwen's vocabulary: meanwhile the other one encodes.
+    with ThreadPoolExecutor(1) as pool:
+        promise = pool.submit(encode_with, "fast") if wanted == "fast" else None
+        ids, lengths = encode_with("hf")
+        if promise is None:
+            return EncoderChoice("hf", "", len(ids))
+        try:
+            fast_ids, fast_lengths = promise.result()
+        except Exception as error:  # whatever fastokens raises for a tokenizer that it cannot do
+            return EncoderChoice("hf", f"fastokens cannot use this tokenizer: {error}", len(ids))
     if not (np.array_equal(ids, fast_ids) and np.array_equal(lengths, fast_lengths)):
         return EncoderChoice("hf", "fastokens gives other ids on this input", len(ids))
     return EncoderChoice("fast", "", len(ids))
