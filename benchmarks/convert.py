@@ -8,9 +8,7 @@ it encodes with the same library as Megatron's preprocess_data.py. Peak is the l
 """
 
 import argparse
-import json
 import os
-import resource
 import shutil
 import subprocess
 import sys
@@ -57,39 +55,54 @@ CONTENDERS = {"ours": (ours, "fast"), "hf": (ours, "hf"), "datatrove": (datatrov
 
 
 def contend(name: str, data: Path, output: Path, tokenizer: Path, workers: int) -> None:
-    """Run one contender in this process and print what it took."""
+    """Run one contender in this process and print the number of tokens."""
     run, encoder = CONTENDERS[name]
-    tokens = run(data, output, tokenizer, workers, encoder)
-    who = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
-    usage = [resource.getrusage(each) for each in who]
-    print(
-        json.dumps(
-            {
-                "tokens": tokens,
-                "peak": max(each.ru_maxrss for each in usage) * 1024,
-                "cpu": sum(each.ru_utime + each.ru_stime for each in usage),
-            }
-        )
-    )
+    print(run(data, output, tokenizer, workers, encoder))
+
+
+def usage(session: int) -> dict[int, tuple[float, int]]:
+    """Return (seconds of CPU, peak bytes) of each process of a session, from /proc."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            fields = (folder / "stat").read_text().rsplit(")", 1)[1].split()
+            status = (folder / "status").read_text()
+        except OSError:  # it has ended
+            continue
+        if int(fields[3]) == session and "VmHWM" in status:
+            ticks = int(fields[11]) + int(fields[12])
+            peak = int(status.split("VmHWM:")[1].split()[0]) * 1024
+            found[int(folder.name)] = (ticks / os.sysconf("SC_CLK_TCK"), peak)
+    return found
 
 
 def measure(name: str, data: Path, tokenizer: Path, workers: int) -> dict[str, float]:
-    """Run one contender in a process of its own, start-up and all."""
+    """Run one contender in processes of its own, start-up and all."""
     text = sum(
         len(value.as_py().encode())
         for path in sorted(data.glob("*.parquet"))
         for value in pq.read_table(path, columns=["text"])["text"]
     )
+    seen: dict[int, tuple[float, int]] = {}
     with tempfile.TemporaryDirectory(dir=data.parent) as scratch:
         command = [sys.executable, __file__, "--only", name, "--data", str(data), "--output"]
         command += [f"{scratch}/out", "--tokenizer", str(tokenizer), "--workers", str(workers)]
+        log, answer = Path(scratch, "log"), Path(scratch, "answer")
         start = time.monotonic()
-        done = subprocess.run(command, capture_output=True, text=True)
+        with log.open("w") as errors, answer.open("w") as stdout:
+            process = subprocess.Popen(
+                command, stdout=stdout, stderr=errors, start_new_session=True
+            )
+            while process.poll() is None:
+                seen |= usage(process.pid)
+                time.sleep(0.1)
         seconds = time.monotonic() - start
-    if done.returncode:
-        sys.exit(f"{name} failed:\n{done.stderr}")
-    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return found | {"seconds": seconds, "text": text}
+        if process.returncode:
+            sys.exit(f"{name} failed:\n{log.read_text()}")
+        tokens = int(answer.read_text().split()[-1])
+    cpu = sum(spent for spent, _ in seen.values())
+    peak = max(peak for _, peak in seen.values())
+    return {"tokens": tokens, "cpu": cpu, "peak": peak, "seconds": seconds, "text": text}
 
 
 def table(rows: list[tuple[str, dict[str, float]]]) -> None:
