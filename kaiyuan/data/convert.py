@@ -424,11 +424,15 @@ def _order_of(plan: Conversion, prefixes: list[Path]) -> Order:
 def _ranks_of(prefixes: list[Path]) -> NDArray[Any]:
     parts = [np.load(f"{prefix}.ranks.npy", allow_pickle=False) for prefix in prefixes]
     kinds = {part.dtype.kind for part in parts}
-    if len(kinds) > 1 and any(p.dtype.kind == "i" and np.abs(p).max() > 2**53 for p in parts):
+    if len(kinds) > 1 and any(_beyond_doubles(part) for part in parts):
         raise UserError(
             "some files have whole ranks above 2^53 and others fractions: they cannot be compared"
         )
     return np.concatenate(parts)
+
+
+def _beyond_doubles(ranks: NDArray[Any]) -> bool:
+    return ranks.dtype.kind == "i" and max(int(ranks.max()), -int(ranks.min())) > 2**53
 
 
 def _inputs_of(plan: Conversion, records: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -35,7 +35,9 @@ def run_units(
 def count_cores(name: ExecutorName) -> int:
     """Return how many cores this process, or the Ray cluster, may use."""
     if name == "local":
-        return len(os.sched_getaffinity(0))
+        # Not everywhere can a process be bound to cores.
+        bound = getattr(os, "sched_getaffinity", None)
+        return len(bound(0)) if bound else os.cpu_count() or 1
     return max(1, int(_connect_to_ray().cluster_resources().get("CPU", 1)))
 
 
