@@ -28,9 +28,9 @@ def test_a_row_group_of_two_gigabytes_of_text(qwen, tmp_path):
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    text = "\n".join(sentences(3000))
-    # A few hundred texts again and again; every chunk shares their memory.
-    chunk = pa.array([f"{number} {text}" for number in range(400)])
+    text = "\n".join(sentences(30))
+    # The same texts of 10 KB again and again; every chunk shares their memory.
+    chunk = pa.array([f"{number} {text}" for number in range(4000)])
     column = pa.chunked_array([chunk] * (1 + 2_200_000_000 // chunk.nbytes))
     path = tmp_path / "big.parquet"
     pq.write_table(pa.table({"text": column}), path, compression="zstd", use_dictionary=False)
