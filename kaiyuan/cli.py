@@ -192,10 +192,10 @@ Checkpoint = Annotated[
 ]
 ModelFile = Annotated[
     Path | None,
-    typer.Option("--model", help="File of Megatron arguments, where there is no manifest."),
+    typer.Option("--model", help="File of Megatron arguments, where there is no run.json."),
 ]
 VocabSize = Annotated[
-    int | None, typer.Option(help="Entries of the vocabulary, where there is no manifest.")
+    int | None, typer.Option(help="Entries of the vocabulary, where there is no run.json.")
 ]
 TokenizerFolder = Annotated[
     Path | None, typer.Option("--tokenizer", help="Folder of the tokenizer, if not the run's own.")
@@ -332,7 +332,7 @@ def compare(
     from tokenizers import Tokenizer
 
     from kaiyuan.checkpoint.describe import describe_checkpoint
-    from kaiyuan.megatron.logits import compare_logits
+    from kaiyuan.checkpoint.parity import compare_logits
 
     ids = Tokenizer.from_file(str(exported / "tokenizer.json")).encode(text).ids
     difference = compare_logits(describe_checkpoint(checkpoint), exported, [ids])
