@@ -95,6 +95,35 @@ def convert(
 
 
 @app.command()
+def verify(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="What convert wrote.")],
+    against: Annotated[
+        list[Path] | None, typer.Option(help="Parquet to compare a sample with; repeatable.")
+    ] = None,
+    tokenizer: Annotated[Path | None, typer.Option(help="Needed with --against.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Check every byte of a converted phase, and a sample of it against the parquet.
+
+    Example: kaiyuan verify out/phase3 --against data/phase3 --tokenizer tok
+    """
+    from kaiyuan.data.verify import verify as check
+    from kaiyuan.data.verify import verify_against
+
+    if against and tokenizer is None:
+        raise UserError("--against needs --tokenizer, the folder that convert was given")
+    report = {"checked": check(folder)}
+    if against and tokenizer is not None:
+        report["compared"] = verify_against(folder, against, tokenizer)
+    if as_json:
+        typer.echo(json.dumps(report, indent=1))
+        return
+    for what, counts in report.items():
+        typer.echo(f"{what}: " + ", ".join(f"{n:,} {name}" for name, n in counts.items()))
+    typer.echo(f"{folder} is whole")
+
+
+@app.command()
 def tokenizer(
     source: Annotated[str, typer.Argument(metavar="FROM", help="Model folder or hub id.")],
     output: Annotated[Path, typer.Option(help="Folder to write the four files to.")],
