@@ -4,6 +4,7 @@ Verbs import what they need when they run, so that ``kaiyuan --help`` stays inst
 """
 
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -34,6 +35,55 @@ def _options(
     ] = False,
 ) -> None:
     """Options that stand before the verb."""
+
+
+@app.command()
+def download(
+    phase: Annotated[str, typer.Option(help="Phases: 1,2 or 3-5 or all.")],
+    dest: Annotated[Path, typer.Option(help="Folder that gets phase1 ... phase5.")],
+    source: Annotated[str, typer.Option(help="hf or modelscope.")] = "hf",
+    endpoint: Annotated[
+        str | None, typer.Option(help="Address of the hub or a mirror; else HF_ENDPOINT.")
+    ] = None,
+    revision: Annotated[
+        str | None, typer.Option(help="Commit, branch or tag; the newest by default.")
+    ] = None,
+    repo: Annotated[
+        str | None, typer.Option(help="Dataset, owner/name; Kaiyuan-2B's by default.")
+    ] = None,
+    allow_host: Annotated[
+        list[str] | None, typer.Option(help="A host to which the endpoint may send us on.")
+    ] = None,
+    workers: Annotated[int, typer.Option(min=1, help="Files at a time.")] = 8,
+    recheck: Annotated[
+        bool, typer.Option("--recheck", help="Read and hash every file again.")
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only list what would come, and the disk.")
+    ] = False,
+) -> None:
+    """Download phases of the pre-training data, resumable and checksum-verified.
+
+    A token is taken from the environment (HF_TOKEN, MODELSCOPE_API_TOKEN) and from nowhere else.
+
+    Example: kaiyuan download --phase 1,2 --dest data --dry-run
+    """
+    from kaiyuan.data import download as verb
+    from kaiyuan.data.phases import parse_phases
+
+    job = verb.Job(
+        phases=parse_phases(phase),
+        dest=dest,
+        source=source,
+        endpoint=endpoint,
+        revision=revision,
+        repo=repo or verb.REPO,
+        more_hosts=tuple(host.lower() for host in allow_host or ()),
+        workers=workers,
+        recheck=recheck,
+    )
+    lines = verb.preview(job) if dry_run else verb.describe(verb.download(job))
+    typer.echo("\n".join(lines))
 
 
 def main() -> None:
