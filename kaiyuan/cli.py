@@ -86,6 +86,41 @@ def download(
     typer.echo("\n".join(lines))
 
 
+@app.command()
+def inspect(
+    paths: Annotated[list[str], typer.Argument(help="Files, folders, globs or hf:// addresses.")],
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="Folder with tokenizer.json, to count tokens.")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    html: Annotated[Path | None, typer.Option(help="Also write a page with histograms.")] = None,
+    sample: Annotated[int, typer.Option(min=1, help="Rows of text to look at, about.")] = 2000,
+) -> None:
+    """Show what parquet files hold, what is wrong with them, and what convert will do.
+
+    Example: kaiyuan inspect data/phase1 --html phase1.html
+    """
+    from json import dumps
+
+    from rich.console import Console
+
+    from kaiyuan.data import inspect as verb
+    from kaiyuan.data.inspect_page import show, write_html
+
+    report = verb.inspect(paths, tokenizer, sample)
+    if json:
+        typer.echo(dumps(report.to_json(), ensure_ascii=False, indent=1))
+    else:
+        show(report, Console())
+    if html:
+        write_html(report, html)
+    if report.faults:
+        raise UserError(
+            f"{len(report.faults)} of {len(report.files)} files cannot be read, "
+            f"such as {report.faults[0].name}"
+        )
+
+
 def main() -> None:
     """Run the command line; a UserError becomes one line and exit code 2."""
     try:

@@ -28,6 +28,11 @@ def human_bytes(count: float) -> str:
     return f"{count:.2f} TB"
 
 
+def counted(count: int, noun: str) -> str:
+    """Write a number with its noun: 1 file, 2,112 files."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
 class ByteProgress:
     """Count bytes of ``total``; threads may call ``advance`` at the same time."""
 

@@ -28,7 +28,7 @@ from kaiyuan.data.hub import Hub, HuggingFaceHub, ModelScopeHub
 from kaiyuan.data.phases import LocalFile, check_inside, files_of_phases
 from kaiyuan.errors import UserError
 from kaiyuan.files import MANIFEST, read_manifest, write_manifest
-from kaiyuan.progress import ByteProgress, human_bytes
+from kaiyuan.progress import ByteProgress, counted, human_bytes
 
 REPO = "thu-pacman/PCMind-2.1-Kaiyuan-2B"
 KIND = "download"
@@ -173,8 +173,8 @@ def _refuse_strangers(job: Job, files: list[LocalFile]) -> None:
         strangers = sorted(set((job.dest / f"phase{phase}").rglob("*.parquet")) - wanted)
         if strangers:
             raise UserError(
-                f"{len(strangers)} parquet files in {job.dest}/phase{phase} are not of this "
-                f"revision, such as {strangers[0].name}: move them away or use another --dest"
+                f"{counted(len(strangers), 'parquet file')} in {job.dest}/phase{phase} not of this "
+                f"revision, such as {strangers[0].name}: move away or use another --dest"
             )
 
 
@@ -354,9 +354,9 @@ def describe(summary: Summary) -> list[str]:
     """Say what a download did and which hosts it asked."""
     plan = summary.plan
     if summary.fetched:
-        done = f"{summary.fetched} files fetched and proved"
+        done = f"{counted(summary.fetched, 'file')} fetched and proved"
     elif plan.unproved:
-        done = f"nothing to fetch; {len(plan.unproved)} files here were hashed and are right"
+        done = f"nothing to fetch; {counted(len(plan.unproved), 'file')} here hashed and right"
     else:
         done = "nothing to do"
     return [
@@ -366,4 +366,4 @@ def describe(summary: Summary) -> list[str]:
 
 
 def _counted(files: list[LocalFile]) -> str:
-    return f"{len(files)} files, {human_bytes(sum(file.remote.size for file in files))}"
+    return f"{counted(len(files), 'file')}, {human_bytes(sum(file.remote.size for file in files))}"

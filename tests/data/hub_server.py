@@ -101,7 +101,7 @@ class _Handler(BaseHTTPRequestHandler):
             if path == f"/api/v1/datasets/{REPO}/repo/tree":
                 return self.modelscope_listing(query)
             if "/tree/" in path:
-                return self.hugging_face_listing(query)
+                return self.hugging_face_listing(path.partition(f"/tree/{COMMIT}")[2], query)
             if path.startswith(f"/api/datasets/{REPO}"):
                 return self.json({"id": REPO, "sha": COMMIT, "siblings": [], "tags": []})
         marker = f"/datasets/{REPO}/resolve/"
@@ -115,19 +115,36 @@ class _Handler(BaseHTTPRequestHandler):
                 return self.content(name, headers)
         return self.send(404, b"", {"X-Error-Code": "RepoNotFound"})
 
-    def hugging_face_listing(self, query):
-        behaviour = self.hub.behaviour
+    def hugging_face_listing(self, folder, query):
+        folder = folder.strip("/") + "/" if folder.strip("/") else ""
+        below = {
+            name: data
+            for name, data in sorted(self.hub.behaviour.files.items())
+            if name.startswith(folder)
+        }
+        if not below:
+            return self.send(404, b"", {"X-Error-Code": "EntryNotFound"})
         entries = []
-        for name, data in sorted(behaviour.files.items()):
-            entry = {"type": "file", "path": name, "size": len(data)}
-            blob = hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
-            entry["oid"] = blob
-            size = entry["size"] = behaviour.claimed.get(name, len(data))
-            if name not in behaviour.small:
-                sha = hashlib.sha256(data).hexdigest()
-                entry["lfs"] = {"oid": sha, "size": size, "pointerSize": 134}
-                entry["xetHash"] = sha
-            entries.append(entry)
+        if query.get("recursive", ["false"])[0].lower() != "true":
+            deeper = [name for name in below if "/" in name.removeprefix(folder)]
+            folders = {folder + name.removeprefix(folder).split("/")[0] for name in deeper}
+            below = {name: data for name, data in below.items() if name not in deeper}
+            entries = [{"type": "directory", "path": name, "oid": COMMIT} for name in folders]
+        entries += [self.described(name, data) for name, data in below.items()]
+        return self.page(entries, query)
+
+    def described(self, name, data):
+        behaviour = self.hub.behaviour
+        size = behaviour.claimed.get(name, len(data))
+        blob = hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
+        entry = {"type": "file", "path": name, "size": size, "oid": blob}
+        if name not in behaviour.small:
+            sha = hashlib.sha256(data).hexdigest()
+            entry |= {"lfs": {"oid": sha, "size": size, "pointerSize": 134}, "xetHash": sha}
+        return entry
+
+    def page(self, entries, query):
+        behaviour = self.hub.behaviour
         start = int(query.get("cursor", ["0"])[0])
         end = start + behaviour.page_size
         more = {}
@@ -156,13 +173,14 @@ class _Handler(BaseHTTPRequestHandler):
             data = data[:100] + bytes([data[100] ^ 1]) + data[101:]
         if fault == "longer":
             return self.send(200, data + b"more", {})
-        start, status, more = 0, 200, {}
+        start, end, status, more = 0, len(data), 200, {}
         wanted = headers.get("range")
         if wanted and not behaviour.ignore_ranges and fault != "whole":
-            start, status = int(wanted.removeprefix("bytes=").rstrip("-")), 206
-            start -= 10 if fault == "shifted" else 0
-            more = {"Content-Range": f"bytes {start}-{len(data) - 1}/{len(data)}"}
-        body = data[start:]
+            first, _, last = wanted.removeprefix("bytes=").partition("-")
+            start, status = int(first) - (10 if fault == "shifted" else 0), 206
+            end = min(int(last) + 1, len(data)) if last else len(data)
+            more = {"Content-Range": f"bytes {start}-{end - 1}/{len(data)}"}
+        body = data[start:end]
         stop = len(body) // 2 if fault in ("cut", "reset") else len(body)
         return self.send(status, body, more, stop, abrupt=fault == "reset")
 

@@ -383,7 +383,7 @@ def test_what_is_here_is_known_by_its_content(server, tmp_path):
 def test_files_of_another_revision_are_not_left_among_the_data(server, tmp_path):
     download(job(server, tmp_path))
     (tmp_path / "phase1/old.parquet").write_bytes(FILES[OTHER])
-    with pytest.raises(UserError, match=r"1 parquet files in .* such as old.parquet"):
+    with pytest.raises(UserError, match=r"1 parquet file in .* such as old.parquet"):
         download(job(server, tmp_path))
 
 
@@ -420,7 +420,7 @@ def test_a_dry_run_tells_sizes_and_writes_nothing(server, tmp_path):
     assert lines[:3] == [
         f"{REPO} at {COMMIT}",
         f"phase 1: 2 files, {one:.1f} kB, of which to come: 2 files, {one:.1f} kB",
-        f"phase 2: 1 files, {two:.1f} kB, of which to come: 1 files, {two:.1f} kB",
+        f"phase 2: 1 file, {two:.1f} kB, of which to come: 1 file, {two:.1f} kB",
     ]
     assert list(tmp_path.iterdir()) == []
     assert server.gets(".parquet") == []
