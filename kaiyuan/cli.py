@@ -3,9 +3,10 @@
 Verbs import what they need when they run, so that ``kaiyuan --help`` stays instant.
 """
 
+import json
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -92,7 +93,7 @@ def inspect(
     tokenizer: Annotated[
         Path | None, typer.Option(help="Folder with tokenizer.json, to count tokens.")
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     html: Annotated[Path | None, typer.Option(help="Also write a page with histograms.")] = None,
     sample: Annotated[int, typer.Option(min=1, help="Rows of text to look at, about.")] = 2000,
 ) -> None:
@@ -100,16 +101,14 @@ def inspect(
 
     Example: kaiyuan inspect data/phase1 --html phase1.html
     """
-    from json import dumps
-
     from rich.console import Console
 
     from kaiyuan.data import inspect as verb
     from kaiyuan.data.inspect_page import show, write_html
 
     report = verb.inspect(paths, tokenizer, sample)
-    if json:
-        typer.echo(dumps(report.to_json(), ensure_ascii=False, indent=1))
+    if as_json:
+        typer.echo(json.dumps(report.to_json(), ensure_ascii=False, indent=1))
     else:
         show(report, Console())
     if html:
@@ -119,6 +118,351 @@ def inspect(
             f"{len(report.faults)} of {len(report.files)} files cannot be read, "
             f"such as {report.faults[0].name}"
         )
+
+
+@app.command()
+def convert(
+    input: Annotated[list[Path], typer.Option(help="Parquet file, folder or glob; repeatable.")],
+    output: Annotated[Path, typer.Option(help="New or empty folder, or one to go on with.")],
+    tokenizer: Annotated[Path, typer.Option(help="Folder with the tokenizer's four files.")],
+    order: Annotated[
+        Literal["rank", "rank-desc", "file"] | None,
+        typer.Option(help="Training order: by rank (lowest or highest first) or as in the files."),
+    ] = None,
+    eod: Annotated[str, typer.Option(help="Token that ends each document.")] = "<|endoftext|>",
+    encoder: Annotated[
+        Literal["fast", "hf"], typer.Option(help="fastokens where it gives the same ids, or hf.")
+    ] = "fast",
+    special_text: Annotated[
+        Literal["parse", "literal"],
+        typer.Option(help="Text that spells a special token: its id (as in HF), or plain text."),
+    ] = "parse",
+    text_column: Annotated[str, typer.Option(help="Name of the text.")] = "text",
+    rank_column: Annotated[str, typer.Option(help="Name of the rank.")] = "rank",
+    workers: Annotated[int | None, typer.Option(min=1, help="Default: one a core.")] = None,
+    executor: Annotated[Literal["local", "ray"], typer.Option(help="Where to run.")] = "local",
+    single: Annotated[
+        bool, typer.Option("--single", help="Also write one file pair in training order.")
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only say what would be done.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Convert parquet to Megatron's .bin/.idx, in exact order; go on where a killed run was.
+
+    Example: kaiyuan convert --input data/phase3 --output out/phase3 --tokenizer tok --order rank
+    """
+    from kaiyuan.data.convert import plan_conversion, run_conversion
+    from kaiyuan.data.progress import describe_manifest, describe_plan
+
+    plan = plan_conversion(
+        input,
+        output,
+        tokenizer,
+        order=order,
+        eod=eod,
+        encoder=encoder,
+        special_text=special_text,
+        text_column=text_column,
+        rank_column=rank_column,
+    )
+    if dry_run:
+        summary = plan.summary(single)
+        typer.echo(json.dumps(summary, indent=1) if as_json else describe_plan(summary))
+        return
+    manifest = run_conversion(plan, workers=workers, executor=executor, single=single)
+    text = {key: manifest[key] for key in ("counts", "order", "dtype", "eod", "encoder")}
+    typer.echo(json.dumps(text, indent=1) if as_json else describe_manifest(output, manifest))
+
+
+@app.command()
+def tokenizer(
+    source: Annotated[str, typer.Argument(metavar="FROM", help="Model folder or hub id.")],
+    output: Annotated[Path, typer.Option(help="Folder to write the four files to.")],
+) -> None:
+    """Take the four tokenizer files out of a model and check that they agree.
+
+    Example: kaiyuan tokenizer Qwen/Qwen3-1.7B --output tok
+    """
+    from kaiyuan.data.tokenizer import extract_tokenizer
+
+    info = extract_tokenizer(source, output)
+    typer.echo(f"{output}: vocabulary of {info.vocab_size:,}, hash {info.hash[:16]}")
+
+
+@app.command()
+def corpus(output: Annotated[Path, typer.Option(help="Folder to make.")]) -> None:
+    """Make a small corpus, laid out as the published data is, from text that Python ships.
+
+    Example: kaiyuan corpus --output toy/corpus
+    """
+    from kaiyuan.data.corpus import make_corpus
+
+    for phase in make_corpus(output)["phases"]:
+        typer.echo(
+            f"{output / phase['name']}: {phase['rows']:,} rows ({phase['null']} null, "
+            f"{phase['empty']} empty), {phase['text_bytes'] / 1e6:.2f} MB of text"
+        )
+
+
+@app.command("train-tokenizer")
+def train_tokenizer(
+    input: Annotated[Path, typer.Option(help="Parquet file, folder or glob.")],
+    output: Annotated[Path, typer.Option(help="Folder to write the four files to.")],
+    vocab_size: Annotated[int, typer.Option(help="Entries of the vocabulary.")] = 8192,
+) -> None:
+    """Train a byte-level BPE tokenizer; a reproduction takes the published one instead.
+
+    Example: kaiyuan train-tokenizer --input toy/corpus --output toy/tokenizer
+    """
+    from kaiyuan.data.corpus import texts_of
+    from kaiyuan.data.tokenizer import train_tokenizer
+
+    info = train_tokenizer(texts_of(input), output, vocab_size)
+    typer.echo(f"{output}: vocabulary of {info.vocab_size:,}, hash {info.hash[:16]}")
+
+
+DataFolder = Annotated[
+    Path | None, typer.Option(help="Folder with the converted phases, phase1 to phase5.")
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[KEY=VALUE]...",
+        help="Megatron arguments to change: lr=1e-3, or phase5.min_lr=1e-4 for one phase.",
+    ),
+]
+
+
+@app.command()
+def train(
+    model: Annotated[str, typer.Argument(help="toy, gpt_smoke, qwen3_1p7b, or a params folder.")],
+    data: Annotated[Path, typer.Option(help="Folder with the converted phases.")],
+    output: Annotated[Path, typer.Option(help="Folder of the run; gone on with if it exists.")],
+    changes: Overrides = None,
+    phase: Annotated[str | None, typer.Option(help="Train this phase only.")] = None,
+    tokenizer: Annotated[Path | None, typer.Option(help="Noted in the run, for export.")] = None,
+    nproc: Annotated[int, typer.Option(min=1, help="Processes here, one a GPU.")] = 1,
+    nnodes: Annotated[int, typer.Option(min=1, help="Machines.")] = 1,
+    node_rank: Annotated[int, typer.Option(min=0, help="Number of this machine.")] = 0,
+    master: Annotated[str, typer.Option(help="HOST:PORT of machine 0, if several.")] = "",
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the commands and end.")] = False,
+) -> None:
+    """Train all phases, or one; the same command goes on with an interrupted run.
+
+    Example: kaiyuan train toy --data toy/data --output toy/run lr=2e-3
+    """
+    import shlex
+
+    from kaiyuan.config import load_params
+    from kaiyuan.plan import make_plan
+    from kaiyuan.train import Nodes, check_layout, phase_arguments, train
+
+    plan = make_plan(load_params(model, changes or []), data)
+    nodes = Nodes(nproc, nnodes, node_rank, master)
+    if dry_run:
+        check_layout(plan, nodes)
+        for each in plan.phases:
+            typer.echo(shlex.join([*nodes.command(), *phase_arguments(each, data, output)]))
+        return
+    train(plan, data, output, nodes, tokenizer, phase)
+
+
+Checkpoint = Annotated[
+    Path, typer.Argument(help="A run, its checkpoints folder, or one iteration's folder.")
+]
+ModelFile = Annotated[
+    Path | None,
+    typer.Option("--model", help="File of Megatron arguments, where there is no manifest."),
+]
+VocabSize = Annotated[
+    int | None, typer.Option(help="Entries of the vocabulary, where there is no manifest.")
+]
+TokenizerFolder = Annotated[
+    Path | None, typer.Option("--tokenizer", help="Folder of the tokenizer, if not the run's own.")
+]
+
+
+@app.command("export")
+def export_checkpoint(
+    checkpoint: Checkpoint,
+    output: Annotated[Path, typer.Option(help="Folder to make.")],
+    dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
+    model: ModelFile = None,
+    vocab_size: VocabSize = None,
+    tokenizer: TokenizerFolder = None,
+) -> None:
+    """Write a checkpoint as a Hugging Face Qwen3ForCausalLM folder.
+
+    Example: kaiyuan export runs/toy --output exported/toy
+    """
+    from kaiyuan.checkpoint.describe import describe_checkpoint
+    from kaiyuan.checkpoint.export import export
+
+    info = describe_checkpoint(checkpoint, model, vocab_size, tokenizer)
+    manifest = export(info, output, dtype)
+    size = sum(file["size"] for file in manifest["files"].values())
+    typer.echo(f"{info.folder} -> {output}: {size / 1e6:,.1f} MB, {dtype}")
+
+
+@app.command("import")
+def import_model(
+    folder: Annotated[Path, typer.Argument(help="Folder with config.json and safetensors.")],
+    output: Annotated[Path, typer.Option(help="Folder to make, for --load of a training.")],
+) -> None:
+    """Write a Hugging Face Qwen3ForCausalLM folder as a checkpoint that training starts from.
+
+    Example: kaiyuan import exported/toy --output imported/toy
+    """
+    from kaiyuan.checkpoint.import_hf import import_hf
+
+    import_hf(folder, output)
+    typer.echo(f"{folder} -> {output}")
+
+
+@app.command("average")
+def average_checkpoints(
+    run: Annotated[Path, typer.Argument(help="A run, or its checkpoints folder.")],
+    output: Annotated[Path, typer.Option(help="Folder to make.")],
+    last: Annotated[int | None, typer.Option(help="So many of the newest.")] = None,
+    iterations: Annotated[str, typer.Option(help="These instead, as in 100,200,300.")] = "",
+    decay: Annotated[
+        float, typer.Option(help="Weight of a checkpoint over that of the next newer one.")
+    ] = 1.0,
+    model: ModelFile = None,
+    vocab_size: VocabSize = None,
+    tokenizer: TokenizerFolder = None,
+) -> None:
+    """Write the mean of checkpoints of a run as a checkpoint; export and training take it.
+
+    Example: kaiyuan average runs/toy --last 8 --output averaged/toy
+    """
+    from kaiyuan.checkpoint.average import average, choose
+
+    try:
+        wanted = [int(number) for number in iterations.split(",") if number]
+    except ValueError:
+        raise UserError(f"--iterations takes numbers with commas, not {iterations!r}") from None
+    chosen = choose(run, last, wanted)
+    average(run, chosen, output, decay, model=model, vocab_size=vocab_size, tokenizer=tokenizer)
+    typer.echo(f"mean of {', '.join(map(str, chosen))} -> {output}")
+
+
+@app.command("generate")
+def generate_text(
+    checkpoint: Annotated[
+        Path, typer.Argument(help="A run, an iteration's folder, or an exported model.")
+    ],
+    prompt: Annotated[list[str] | None, typer.Option(help="Text to continue; repeatable.")] = None,
+    prompt_file: Annotated[
+        str | None, typer.Option(help="File with a prompt a line; - is the standard input.")
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="At most so many tokens.")] = 64,
+    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Sample among the likeliest.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="Of the sampling.")] = 0,
+    batch_size: Annotated[int, typer.Option(help="So many prompts at once.")] = 8,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    model: ModelFile = None,
+    vocab_size: VocabSize = None,
+    tokenizer: TokenizerFolder = None,
+) -> None:
+    """Continue texts. A checkpoint is exported beside itself first, and that is kept.
+
+    Example: kaiyuan generate runs/toy --prompt "def main(" --max-new-tokens 32
+    """
+    from kaiyuan.checkpoint.describe import describe_checkpoint
+    from kaiyuan.generate import Sampling, exported, generate
+
+    prompts = [*(prompt or []), *_prompt_lines(prompt_file)]
+    folder = checkpoint
+    if not (checkpoint / "config.json").is_file():
+        folder = exported(describe_checkpoint(checkpoint, model, vocab_size, tokenizer))
+    streamed = len(prompts) == 1 and not as_json
+    if streamed:
+        typer.echo(prompts[0], nl=False)
+    texts = generate(
+        folder,
+        prompts,
+        Sampling(max_new_tokens, temperature, top_p, seed),
+        batch_size,
+        on_text=(lambda text: print(text, end="", flush=True)) if streamed else None,
+    )
+    pairs = zip(prompts, texts, strict=True)
+    if streamed:
+        typer.echo()
+    elif as_json:
+        answer = [{"prompt": before, "text": text} for before, text in pairs]
+        typer.echo(json.dumps(answer, ensure_ascii=False))
+    else:
+        typer.echo("\n---\n".join(before + text for before, text in pairs))
+
+
+@app.command()
+def compare(
+    checkpoint: Checkpoint,
+    exported: Annotated[Path, typer.Argument(help="Folder that kaiyuan export made of it.")],
+    text: Annotated[str, typer.Option(help="Text whose logits are compared.")] = (
+        "def mean(values):\n    return sum(values) / len(values)\n"
+    ),
+) -> None:
+    """Compare the logits of a checkpoint, in Megatron, with those of its export, in transformers.
+
+    Example: kaiyuan compare toy/run toy/model
+    """
+    from tokenizers import Tokenizer
+
+    from kaiyuan.checkpoint.describe import describe_checkpoint
+    from kaiyuan.checkpoint.parity import compare_logits
+
+    ids = Tokenizer.from_file(str(exported / "tokenizer.json")).encode(text).ids
+    difference = compare_logits(describe_checkpoint(checkpoint), exported, [ids])
+    typer.echo(f"largest difference of the logits of {len(ids)} tokens: {difference:.2e}")
+
+
+@app.command()
+def report(
+    run: Annotated[Path, typer.Argument(help="Folder of a run.")],
+) -> None:
+    """Show the phases of a run as a table and draw its loss curve.
+
+    Example: kaiyuan report toy/run
+    """
+    from rich.console import Console
+
+    from kaiyuan.report import draw_losses, phase_table
+
+    Console().print(phase_table(run))
+    picture = run / "loss.png"
+    draw_losses(run, picture)
+    typer.echo(f"loss curve: {picture}")
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option(help="Folder for everything that is made.")] = Path("toy"),
+) -> None:
+    """Run the whole chain, from parquet to a talking model, on a toy; no GPU is needed.
+
+    Example: kaiyuan demo --out toy
+    """
+    from rich.console import Console
+
+    from kaiyuan.demo import run_demo
+
+    run_demo(out, lambda argv: app(list(argv), standalone_mode=False), Console())
+
+
+def _prompt_lines(file: str | None) -> list[str]:
+    if file is None:
+        return []
+    if file == "-":
+        return sys.stdin.read().splitlines()
+    try:
+        return Path(file).read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError) as error:
+        raise UserError(f"{file} cannot be read: {error}") from error
 
 
 def main() -> None:

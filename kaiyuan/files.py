@@ -8,6 +8,7 @@ import contextlib
 import hashlib
 import json
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -46,6 +47,63 @@ def atomic_write(path: Path, mode: str = "wb") -> Iterator[IO[Any]]:
         Path(name).replace(path)
     except BaseException:
         Path(name).unlink(missing_ok=True)
+        raise
+    _sync_folder(path.parent)
+
+
+class HashedStream:
+    """A writable binary stream that knows the size and SHA-256 of what went through it."""
+
+    def __init__(self, stream: IO[bytes]) -> None:
+        self._stream = stream
+        self._hash = hashlib.sha256()
+        self.size = 0
+
+    def write(self, data: Any) -> None:
+        """Write bytes, or anything with a buffer."""
+        view = memoryview(data).cast("B")
+        self._stream.write(view)
+        self._hash.update(view)
+        self.size += len(view)
+
+    def entry(self) -> dict[str, Any]:
+        """Return ``{"size": bytes, "sha256": hexadecimal}``, as manifests hold it of each file."""
+        return {"size": self.size, "sha256": self._hash.hexdigest()}
+
+
+@contextlib.contextmanager
+def hashed_write(path: Path) -> Iterator[HashedStream]:
+    """Write a file atomically (see `atomic_write`) and hash it on the way."""
+    with atomic_write(path) as stream:
+        yield HashedStream(stream)
+
+
+@contextlib.contextmanager
+def atomic_folder(path: Path) -> Iterator[Path]:
+    """Make a folder that appears under its name when the block ends without error, or not at all.
+
+    Yields:
+        A temporary folder beside it.
+
+    Raises:
+        UserError: ``path`` exists and is not an empty folder, or it cannot be made there.
+    """
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise UserError(f"{path} exists already: remove it, or name another output")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}."))
+    except OSError as error:
+        raise UserError(f"cannot write to {path.parent}: {error.strerror}") from error
+    try:
+        yield temporary
+        # mkdtemp makes folders that only their owner can read; give it the usual mode.
+        umask = os.umask(0)
+        os.umask(umask)
+        temporary.chmod(0o777 & ~umask)
+        temporary.replace(path)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
         raise
     _sync_folder(path.parent)
 

@@ -280,24 +280,21 @@ def _order_to_use(report: Report, readable: list[FileReport]) -> str:
     ranked = [file for file in readable if RANK in file.columns]
     rank = report.rank
     if not ranked:
-        return "there is no rank: use --order file, the rows as they lie"
+        return "there is no rank: --order file, the rows as they lie"
     if len(ranked) < len(readable) or rank is None or rank.rows < sum(f.rows for f in readable):
-        return "some files have no numeric rank: --order rank cannot be used on all of them"
+        return "not all files have a numeric rank: --order rank stops, --order file is left"
     if rank.low is None or rank.high is None:
-        return "no rank is set: use --order file, the rows as they lie"
-    troubles = []
+        return "no rank is set: --order rank stops, --order file is left"
     if rank.nulls:
-        troubles.append(f"{counted(rank.nulls, 'row')} without one")
-    if rank.duplicates:
-        troubles.append(f"{rank.duplicates:,} repeat an earlier one and follow by file and row")
+        return f"{counted(rank.nulls, 'row')} without a rank: --order rank stops at the first"
     if not rank.complete:
         lies = "the rows are put in order"
     elif is_ordered(rank):
         lies = "the rows lie in that order already"
     else:
-        lies = "the rows are reordered"
-    trouble = f" ({'; '.join(troubles)})" if troubles else ""
-    return f"--order rank goes from {rank.low:,} to {rank.high:,}; {lies}{trouble}"
+        lies = "the rows are put in order"
+    ties = f"; {rank.duplicates:,} equal ones follow by file and row" if rank.duplicates else ""
+    return f"--order rank goes from {rank.low:,} to {rank.high:,}; {lies}{ties}"
 
 
 def is_ordered(rank: RankReport) -> bool:
@@ -312,7 +309,7 @@ def _output(report: Report, text: TextReport) -> str:
     assert text.tokens is not None
     documents = report.rows * (1 - (text.nulls + text.empty) / max(text.rows, 1))
     tokens = documents * (text.tokens.mean + 1)  # one end-of-document token each
-    # 4 bytes a token in .bin; 4 + 8 + 8 bytes a document in .idx
-    needed = 4 * tokens + 20 * documents
+    # 4 bytes a token; of a document 20 in .idx, and 4 of row, 8 of rank, 4 of order beside it
+    needed = 4 * tokens + 36 * documents
     about = "" if text.every_row else "about "
     return f"the output is {about}{tokens / 1e6:,.3f} M tokens, {human_bytes(needed)} as int32"

@@ -2,6 +2,7 @@
 
 import glob
 import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -22,9 +23,11 @@ class Source:
 
 
 def find_sources(paths: list[str]) -> list[Source]:
-    """Return the parquet files that some paths mean, each once, in the order of their names.
+    """Return the parquet files that some paths mean, each once.
 
     A folder means all *.parquet below it. A file that is named itself is taken whatever its name.
+    Paths keep their order; the files of a folder or a glob come in natural order of their names
+    ("part-9" before "part-10"), as convert takes them.
 
     Raises:
         UserError: a path means no file.
@@ -34,28 +37,30 @@ def find_sources(paths: list[str]) -> list[Source]:
         found = _on_hub(path) if path.startswith("hf://") else _local(path)
         if not found:
             raise UserError(f"no parquet files at {path}")
-        sources.update({source.name: source for source in found})
-    return [sources[name] for name in sorted(sources)]
+        for source in sorted(found, key=lambda source: _natural(source.name)):
+            sources.setdefault(source.name, source)
+    return list(sources.values())
+
+
+def _natural(name: str) -> list[str | int]:
+    return [int(t) if i % 2 else t for i, t in enumerate(re.split(r"([0-9]+)", name))]
 
 
 def _local(path: str) -> list[Source]:
     if Path(path).is_dir():
-        files = [file for file in Path(path).rglob("*.parquet") if _is_visible(file, Path(path))]
+        files = [file for file in Path(path).rglob("*.parquet") if _is_data(file, Path(path))]
     elif Path(path).exists():
         files = [Path(path)]
     else:
-        matches = [Path(match) for match in glob.glob(path, recursive=True)]  # noqa: PTH207
-        files = [file for file in matches if file.is_file() and "_temporary" not in file.parts]
-        folders = [folder for folder in matches if folder.is_dir()]
-        for folder in folders if not files else []:
-            files += [file for file in folder.rglob("*.parquet") if _is_visible(file, folder)]
+        matches = glob.glob(path, recursive=True)  # noqa: PTH207 (Path.glob: no absolute ones)
+        files = [Path(match) for match in matches if Path(match).is_file()]
     return [Source(str(file), file.stat().st_size, partial(file.open, "rb")) for file in files]
 
 
-def _is_visible(file: Path, folder: Path) -> bool:
-    """Spark and downloads keep unfinished files below names that begin with a dot or _temporary."""
+def _is_data(file: Path, folder: Path) -> bool:
+    """Spark and downloads keep files of their own under names that begin with _ or a dot."""
     parts = file.relative_to(folder).parts
-    return file.is_file() and not any(part.startswith((".", "_temporary")) for part in parts)
+    return file.is_file() and not any(part.startswith(("_", ".")) for part in parts)
 
 
 def _on_hub(path: str) -> list[Source]:

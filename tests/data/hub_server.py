@@ -101,7 +101,7 @@ class _Handler(BaseHTTPRequestHandler):
             if path == f"/api/v1/datasets/{REPO}/repo/tree":
                 return self.modelscope_listing(query)
             if "/tree/" in path:
-                return self.hugging_face_listing(path.partition(f"/tree/{COMMIT}")[2], query)
+                return self.hugging_face_listing(path.split("/tree/")[1].partition("/")[2], query)
             if path.startswith(f"/api/datasets/{REPO}"):
                 return self.json({"id": REPO, "sha": COMMIT, "siblings": [], "tags": []})
         marker = f"/datasets/{REPO}/resolve/"

@@ -15,7 +15,6 @@ from pathlib import Path
 
 import httpx2
 import pytest
-from hub_server import COMMIT, REPO, HubServer, parquet_bytes
 from huggingface_hub.utils import hf_raise_for_status
 
 from kaiyuan.data.connection import Connection, Endpoint, Patience, asked_to_wait
@@ -24,6 +23,7 @@ from kaiyuan.data.fetch import digest_of, part_name
 from kaiyuan.data.hub import RemoteFile
 from kaiyuan.data.phases import LocalFile, files_of_phases, parse_phases
 from kaiyuan.errors import UserError
+from tests.data.hub_server import COMMIT, REPO, HubServer, parquet_bytes
 
 CLI = [sys.executable, "-c", "from kaiyuan.cli import main; main()"]
 ONE, TWO, OTHER = (

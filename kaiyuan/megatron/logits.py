@@ -1,0 +1,90 @@
+"""The logits of Megatron's own model; see kaiyuan/checkpoint/parity.py."""
+
+import logging
+import warnings
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from megatron.core.transformer import TransformerConfig
+
+from kaiyuan.checkpoint.describe import CheckpointInfo
+from kaiyuan.checkpoint.hf_config import canonical_model
+from kaiyuan.checkpoint.load import TorchDistCheckpoint
+from kaiyuan.checkpoint.names import EMBEDDING
+from kaiyuan.megatron import layers
+
+
+def logits(info: CheckpointInfo, tokens: Sequence[Sequence[int]]) -> npt.NDArray[np.float32]:
+    """Return the logits in fp32, [batch, sequence, vocabulary without padding].
+
+    Args:
+        info: the checkpoint.
+        tokens: ids, [batch, sequence].
+    """
+    # Torch and Megatron warn of names of each other that are about to go.
+    warnings.simplefilter("ignore")
+    logging.getLogger("megatron").setLevel(logging.ERROR)
+    model = load_model(info)
+    ids = torch.tensor(tokens, device=torch.cuda.current_device())
+    positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+    with torch.inference_mode():
+        out = model(ids, positions, None)
+    return out[..., : info.vocab_size].float().cpu().numpy()
+
+
+def load_model(info: CheckpointInfo) -> Any:
+    """Return Megatron's GPTModel in fp32 with the weights of a checkpoint, in one process.
+
+    Whatever split the checkpoint was trained with, it is loaded without one.
+    """
+    if not torch.distributed.is_initialized():
+        torch.distributed.init_process_group(
+            "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+        )
+        parallel_state.initialize_model_parallel()
+    model_parallel_cuda_manual_seed(0)
+    arguments = canonical_model(info.model)
+    config = _transformer_config(arguments)
+    rows = TorchDistCheckpoint(info.folder).tensors[EMBEDDING.megatron].shape[0]
+    model = GPTModel(
+        config,
+        layers.block_spec(SimpleNamespace(transformer=config)),
+        vocab_size=rows,
+        max_sequence_length=arguments["max_position_embeddings"],
+        share_embeddings_and_output_weights=not arguments["untie_embeddings_and_output_weights"],
+        position_embedding_type="rope",
+        rotary_base=arguments["rotary_base"],
+    )
+    state = {"model": model.sharded_state_dict()}
+    model.load_state_dict(dist_checkpointing.load(state, str(info.folder))["model"])
+    return model.eval().to(torch.cuda.current_device())
+
+
+def _transformer_config(arguments: dict[str, Any]) -> TransformerConfig:
+    return TransformerConfig(
+        num_layers=arguments["num_layers"],
+        hidden_size=arguments["hidden_size"],
+        ffn_hidden_size=arguments["ffn_hidden_size"],
+        num_attention_heads=arguments["num_attention_heads"],
+        num_query_groups=arguments["num_query_groups"],
+        kv_channels=arguments["kv_channels"],
+        layernorm_epsilon=arguments["norm_epsilon"],
+        normalization="RMSNorm",
+        qk_layernorm=True,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        add_bias_linear=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        bias_activation_fusion=False,
+        use_cpu_initialization=True,
+        pipeline_dtype=torch.float32,
+        params_dtype=torch.float32,
+    )

@@ -1,0 +1,79 @@
+"""Faults of Megatron 0.19.2 that stand in our way, mended from outside."""
+
+from typing import Any
+
+import megatron.core.datasets.utils as dataset_utils
+import torch
+from megatron.core.optimizer import distrib_optimizer
+from megatron.core.optimizer import optimizer as base_optimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+
+def install() -> None:
+    """Mend all of them; must run before ``pretrain``."""
+    # initialize_megatron runs make in the installed package, to build an index builder that comes
+    # built in the wheel and that our dataset has no use for; where make fails, it ends the process.
+    dataset_utils.compile_helpers = lambda: None
+    if not distrib_optimizer.HAVE_APEX_OR_TE:
+        DistributedOptimizer.sharded_state_dict = _with_state(
+            DistributedOptimizer.sharded_state_dict
+        )
+    DistributedOptimizer._set_main_param_and_optimizer_states = _writable(
+        DistributedOptimizer._set_main_param_and_optimizer_states
+    )
+    for module in (base_optimizer, distrib_optimizer):
+        keys = [k for k in module.param_group_identifier_keys if k not in ("max_lr", "min_lr")]
+        module.param_group_identifier_keys = tuple(keys)
+    OptimizerParamScheduler.load_state_dict = _with_own_rates(
+        OptimizerParamScheduler.load_state_dict
+    )
+
+
+def _with_state(sharded_state_dict: Any) -> Any:
+    """Give the optimizer its state before Megatron asks for the layout of a checkpoint to load.
+
+    Without Apex and TransformerEngine, ``state_dict`` asserts that the state of torch's AdamW has
+    a step number. The state is made by the first step only, so that no checkpoint can be loaded.
+    A step with zero gradients makes it; all that it changes is loaded afterwards.
+    """
+
+    def wrapped(self: Any, model_state: Any = None, is_loading: bool = False, **more: Any) -> Any:
+        if is_loading and not self.optimizer.state:
+            self._init_optimizer_states_with_dummy_values()
+        return sharded_state_dict(self, model_state, is_loading, **more)
+
+    return wrapped
+
+
+def _writable(set_states: Any) -> Any:
+    """Let loading write parameters and optimizer states.
+
+    In fp32 the optimizer's parameters are views of the model's, which autograd refuses to write
+    to. And torch's AdamW has a state "step", which Megatron sets elsewhere but looks for here.
+    """
+
+    @torch.no_grad()
+    def wrapped(self: Any, model_param: torch.Tensor, tensors: dict[str, Any]) -> None:
+        set_states(self, model_param, {"step": None, **tensors})
+
+    return wrapped
+
+
+def _with_own_rates(load_state_dict: Any) -> Any:
+    """Let a phase begin with a learning rate of its own.
+
+    Megatron keeps the highest and lowest rate in each parameter group, finds the groups of a
+    checkpoint by them (KeyError where the phase before had another rate) and, where it finds
+    them, goes on with the old rates in spite of ``--override-opt-param-scheduler``. So the rates
+    are no part of a group's identity here, and loading sets those of the scheduler again. All
+    parameters of our models have the same rate.
+    """
+
+    def wrapped(self: Any, state: dict[str, Any]) -> None:
+        if self.override_opt_param_scheduler:
+            for group in self.optimizer.param_groups:
+                group["max_lr"], group["min_lr"] = self.max_lr, self.min_lr
+        load_state_dict(self, state)
+
+    return wrapped
