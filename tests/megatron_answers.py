@@ -1,8 +1,8 @@
 """Run in a process of its own: what Megatron itself says of our arguments.
 
-    python -m tests.megatron_answers parse < questions.json
-    python -m tests.megatron_answers options
-    python -m tests.megatron_answers rates < schedules.json
+python -m tests.megatron_answers parse < questions.json
+python -m tests.megatron_answers options
+python -m tests.megatron_answers rates < schedules.json
 """
 
 import contextlib
