@@ -100,11 +100,11 @@ def canonical_model(model: Mapping[str, Any]) -> dict[str, Any]:
                 raise UserError(f"the model has {name} = {given!r}; {ARCHITECTURE} needs {value!r}")
     canonical: dict[str, Any] = {}
     for name, _, kind, default in _KEYS:
-        value = full.get(name, default)
+        number: Any = full.get(name, default)
         try:
-            canonical[name] = kind(value)
+            canonical[name] = kind(number)
         except (TypeError, ValueError):
-            raise UserError(f"the model has {name} = {value!r}, which is no number") from None
+            raise UserError(f"the model has {name} = {number!r}, which is no number") from None
     # A whole number in Megatron, and a fraction with nothing behind the point in transformers.
     canonical["rotary_base"] = int(full.get("rotary_base", _ROPE_BASE_DEFAULT))
     canonical["untie_embeddings_and_output_weights"] = bool(
