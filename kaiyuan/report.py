@@ -10,7 +10,6 @@ from rich.table import Table
 
 from kaiyuan.errors import UserError
 from kaiyuan.files import atomic_write, read_manifest
-from kaiyuan.train import RUN_FILE
 
 # Losses of single batches jump; the start and the end of a phase are means over so many steps.
 _WINDOW = 5
@@ -59,7 +58,7 @@ def read_losses(run: Path) -> list[dict[str, str]]:
 
 def phase_reports(run: Path) -> list[PhaseReport]:
     """Return the phases of a run that have begun."""
-    phases: list[dict[str, Any]] = read_manifest(run, "run", RUN_FILE)["phases"]
+    phases: list[dict[str, Any]] = read_manifest(run, "run")["phases"]
     rows = read_losses(run)
     reports = []
     before = 0

@@ -25,8 +25,6 @@ from kaiyuan.files import read_manifest, sha256_of_json, write_manifest
 from kaiyuan.plan import PhasePlan, Plan
 from kaiyuan.rank import ERROR_MARK, MARK
 
-RUN_FILE = "run.json"
-
 # Arguments that say how the work is laid out and reported, not what is computed; these alone may
 # change when a run goes on.
 _LAYOUT = {
@@ -212,7 +210,7 @@ def _lock(run: Path, node: int) -> Iterator[int]:
 
 
 def _describe(plan: Plan, run: Path, tokenizer: Path | None) -> None:
-    """Write run.json, or hold the plan against the one that is there."""
+    """Write the run's manifest, or hold the plan against the one that is there."""
     tokenizers = {phase.data.manifest["tokenizer"]["hash"] for phase in plan.phases if phase.data}
     ends = {phase.data.eod for phase in plan.phases if phase.data}
     if len(tokenizers) > 1 or len(ends) > 1:
@@ -231,7 +229,7 @@ def _describe(plan: Plan, run: Path, tokenizer: Path | None) -> None:
         if phase.data
     ]
     if latest_step(run):
-        begun = read_manifest(run, "run", RUN_FILE)
+        begun = read_manifest(run, "run")
         change = _first_difference(begun["phases"], phases)
         if change:
             raise UserError(
@@ -248,7 +246,7 @@ def _describe(plan: Plan, run: Path, tokenizer: Path | None) -> None:
         "end_of_document_id": ends.pop(),
         "phases": phases,
     }
-    write_manifest(run, "run", body, RUN_FILE)
+    write_manifest(run, "run", body)
 
 
 def _first_difference(old: Any, new: Any, where: str = "") -> str | None:

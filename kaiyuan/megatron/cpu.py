@@ -53,7 +53,7 @@ def install() -> None:
     torch.accelerator.current_device_index = lambda: 0
     torch.accelerator.is_available = lambda *_, **__: False
     # training.get_model moves each module to the device.
-    torch.nn.Module.cuda = lambda self, *_, **__: self  # type: ignore[method-assign, assignment]
+    torch.nn.Module.cuda = lambda self, *_, **__: self  # type: ignore[method-assign]
     _CudaIsCpu().__enter__()
     _replace_in_megatron()
 
