@@ -1,8 +1,8 @@
 """Run in a process of its own: what Megatron itself says of our arguments.
 
-    python -m tests.megatron_answers parse < questions.json
-    python -m tests.megatron_answers options
-    python -m tests.megatron_answers rates < schedules.json
+python -m tests.megatron_answers parse < questions.json
+python -m tests.megatron_answers options
+python -m tests.megatron_answers rates < schedules.json
 """
 
 import contextlib
@@ -42,8 +42,9 @@ def options(_: Any) -> dict[str, str]:
 
 def rates(schedules: list[dict[str, Any]]) -> list[float]:
     """Return the learning rate of Megatron's scheduler after so many samples."""
-    import kaiyuan.megatron  # noqa: F401
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+    import kaiyuan.megatron  # noqa: F401
 
     answers = []
     for schedule in schedules:

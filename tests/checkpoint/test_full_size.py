@@ -4,6 +4,7 @@ Takes 25 GB of disk and minutes: ``pytest -m slow tests/checkpoint/test_full_siz
 """
 
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -16,7 +17,6 @@ from kaiyuan.checkpoint.describe import TRACKER, CheckpointInfo, iteration_folde
 from kaiyuan.checkpoint.hf_config import sizes_of
 from kaiyuan.checkpoint.save import write_torch_dist
 from kaiyuan.files import write_manifest
-from kaiyuan.train import RUN_FILE
 
 pytestmark = pytest.mark.slow
 
@@ -26,6 +26,7 @@ MODEL = {
     "hidden_size": 2048,
     "ffn_hidden_size": 6144,
     "num_attention_heads": 16,
+    "group_query_attention": True,
     "num_query_groups": 8,
     "kv_channels": 128,
     "max_position_embeddings": 4096,
@@ -64,8 +65,15 @@ def big_run(tmp_path_factory, tokenizer):
         iteration_folder(checkpoints, number + 1).symlink_to(original)
     (checkpoints / TRACKER).write_text("8")
     body = {"model": MODEL, "vocab_size": VOCAB, "tokenizer": str(tokenizer)}
-    write_manifest(run, "run", body, RUN_FILE)
-    return run
+    write_manifest(run, "run", body)
+    yield run
+    shutil.rmtree(run)
+
+
+@pytest.fixture
+def output(tmp_path):
+    yield tmp_path / "output"
+    shutil.rmtree(tmp_path / "output")
 
 
 def measured(*arguments):
@@ -86,20 +94,20 @@ def measured(*arguments):
     return seconds, peak
 
 
-def test_export_of_two_billion_parameters(big_run, tmp_path):
-    seconds, peak = measured("export", big_run, "--output", tmp_path / "hf")
+def test_export_of_two_billion_parameters(big_run, output):
+    seconds, peak = measured("export", big_run, "--output", output)
     assert seconds <= 90
     assert peak <= 4e9
-    index = json.loads((tmp_path / "hf" / "model.safetensors.index.json").read_text())
+    index = json.loads((output / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == 2 * PARAMETERS
     model, remarks = AutoModelForCausalLM.from_pretrained(
-        tmp_path / "hf", dtype="auto", output_loading_info=True
+        output, dtype="auto", output_loading_info=True
     )
     assert not any(remarks.values())
     assert model.num_parameters() == PARAMETERS
     assert model.dtype == torch.bfloat16
 
 
-def test_average_of_eight(big_run, tmp_path):
-    _, peak = measured("average", big_run, "--last", 8, "--output", tmp_path / "average")
+def test_average_of_eight(big_run, output):
+    _, peak = measured("average", big_run, "--last", 8, "--output", output)
     assert peak <= 6e9
