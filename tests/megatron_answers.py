@@ -42,8 +42,9 @@ def options(_: Any) -> dict[str, str]:
 
 def rates(schedules: list[dict[str, Any]]) -> list[float]:
     """Return the learning rate of Megatron's scheduler after so many samples."""
-    import kaiyuan.megatron  # noqa: F401
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+    import kaiyuan.megatron  # noqa: F401
 
     answers = []
     for schedule in schedules:
