@@ -154,6 +154,37 @@ Overrides = Annotated[
 
 
 @app.command()
+def plan(
+    model: Annotated[str, typer.Argument(help="toy, gpt_smoke, qwen3_1p7b, or a params folder.")],
+    changes: Overrides = None,
+    data: DataFolder = None,
+    gpus: Annotated[int, typer.Option(min=1, help="Number of all GPUs.")] = 1,
+    tflops: Annotated[
+        float | None, typer.Option(min=0.001, help="Expected of each GPU, in TFLOP/s.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Show what a training will do and need; no GPU, torch or data is needed.
+
+    Example: kaiyuan plan qwen3_1p7b --gpus 64 micro_batch_size=8
+    """
+    from rich.console import Console
+
+    from kaiyuan.config import load_params
+    from kaiyuan.plan import make_plan
+    from kaiyuan.plan_summary import DEFAULT_TFLOPS, plan_summary, plan_text
+
+    planned = make_plan(load_params(model, changes or []), data)
+    summary = plan_summary(planned, gpus, tflops or DEFAULT_TFLOPS)
+    if as_json:
+        typer.echo(json.dumps(summary, indent=1))
+    else:
+        console = Console(soft_wrap=True)
+        console.width = max(console.width, 100)
+        console.print(plan_text(summary, planned))
+
+
+@app.command()
 def train(
     model: Annotated[str, typer.Argument(help="toy, gpt_smoke, qwen3_1p7b, or a params folder.")],
     data: Annotated[Path, typer.Option(help="Folder with the converted phases.")],

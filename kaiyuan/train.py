@@ -23,6 +23,7 @@ from kaiyuan import __version__
 from kaiyuan.errors import UserError
 from kaiyuan.files import read_manifest, sha256_of_json, write_manifest
 from kaiyuan.plan import PhasePlan, Plan
+from kaiyuan.plan_summary import batch_layout
 from kaiyuan.rank import ERROR_MARK, MARK
 
 # Arguments that say how the work is laid out and reported, not what is computed; these alone may
@@ -80,23 +81,8 @@ class Nodes:
 
 def check_layout(plan: Plan, nodes: Nodes) -> None:
     """Raise a UserError where the batch does not divide among the processes."""
-    world = nodes.processes * nodes.nodes
     for phase in plan.phases:
-        a = phase.arguments
-        tp = a.get("tensor_model_parallel_size", 1)
-        pp = a.get("pipeline_model_parallel_size", 1)
-        if world % (tp * pp):
-            raise UserError(
-                f"{world} processes cannot be split into groups of {tp} x {pp} "
-                "(tensor_model_parallel_size x pipeline_model_parallel_size)"
-            )
-        share = a["micro_batch_size"] * (world // (tp * pp))
-        if a["global_batch_size"] % share:
-            raise UserError(
-                f"the global batch of {a['global_batch_size']} is no multiple of {share}, the "
-                f"micro-batch of {a['micro_batch_size']} times {world // (tp * pp)} data-parallel "
-                "ranks"
-            )
+        batch_layout(phase.arguments, nodes.processes * nodes.nodes)
 
 
 def latest_step(run: Path) -> int:
