@@ -26,6 +26,9 @@ from kaiyuan.plan import PhasePlan, Plan
 from kaiyuan.plan_summary import batch_layout
 from kaiyuan.rank import ERROR_MARK, MARK
 
+# A run is described before it is complete; what is complete has a manifest.json.
+RUN_FILE = "run.json"
+
 # Arguments that say how the work is laid out and reported, not what is computed; these alone may
 # change when a run goes on.
 _LAYOUT = {
@@ -196,7 +199,7 @@ def _lock(run: Path, node: int) -> Iterator[int]:
 
 
 def _describe(plan: Plan, run: Path, tokenizer: Path | None) -> None:
-    """Write the run's manifest, or hold the plan against the one that is there."""
+    """Write run.json, or hold the plan against the one that is there."""
     tokenizers = {phase.data.manifest["tokenizer"]["hash"] for phase in plan.phases if phase.data}
     ends = {phase.data.eod for phase in plan.phases if phase.data}
     if len(tokenizers) > 1 or len(ends) > 1:
@@ -215,7 +218,7 @@ def _describe(plan: Plan, run: Path, tokenizer: Path | None) -> None:
         if phase.data
     ]
     if latest_step(run):
-        begun = read_manifest(run, "run")
+        begun = read_manifest(run, "run", RUN_FILE)
         change = _first_difference(begun["phases"], phases)
         if change:
             raise UserError(
@@ -232,7 +235,7 @@ def _describe(plan: Plan, run: Path, tokenizer: Path | None) -> None:
         "end_of_document_id": ends.pop(),
         "phases": phases,
     }
-    write_manifest(run, "run", body)
+    write_manifest(run, "run", body, RUN_FILE)
 
 
 def _first_difference(old: Any, new: Any, where: str = "") -> str | None:
