@@ -10,7 +10,7 @@ from rich.table import Table
 
 from kaiyuan.errors import UserError
 from kaiyuan.files import atomic_write, read_manifest
-from kaiyuan.train import RUN_FILE
+from kaiyuan.runfolder import RUN_FILE
 
 # Losses of single batches jump; the start and the end of a phase are means over so many steps.
 _WINDOW = 5

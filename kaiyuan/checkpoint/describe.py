@@ -10,7 +10,7 @@ import yaml
 
 from kaiyuan.errors import UserError
 from kaiyuan.files import MANIFEST, read_manifest
-from kaiyuan.train import RUN_FILE
+from kaiyuan.runfolder import RUN_FILE
 
 CHECKPOINTS = "checkpoints"
 # The names that Megatron gives: the file says which folder to load, "release" being the folder of
