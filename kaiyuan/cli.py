@@ -39,6 +39,88 @@ def _options(
 
 
 @app.command()
+def download(
+    phase: Annotated[str, typer.Option(help="Phases: 1,2 or 3-5 or all.")],
+    dest: Annotated[Path, typer.Option(help="Folder that gets phase1 ... phase5.")],
+    source: Annotated[str, typer.Option(help="hf or modelscope.")] = "hf",
+    endpoint: Annotated[
+        str | None, typer.Option(help="Address of the hub or a mirror; else HF_ENDPOINT.")
+    ] = None,
+    revision: Annotated[
+        str | None, typer.Option(help="Commit, branch or tag; the newest by default.")
+    ] = None,
+    repo: Annotated[
+        str | None, typer.Option(help="Dataset, owner/name; Kaiyuan-2B's by default.")
+    ] = None,
+    allow_host: Annotated[
+        list[str] | None, typer.Option(help="A host to which the endpoint may send us on.")
+    ] = None,
+    workers: Annotated[int, typer.Option(min=1, help="Files at a time.")] = 8,
+    recheck: Annotated[
+        bool, typer.Option("--recheck", help="Read and hash every file again.")
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only list what would come, and the disk.")
+    ] = False,
+) -> None:
+    """Download phases of the pre-training data, resumable and checksum-verified.
+
+    A token is taken from the environment (HF_TOKEN, MODELSCOPE_API_TOKEN) and from nowhere else.
+
+    Example: kaiyuan download --phase 1,2 --dest data --dry-run
+    """
+    from kaiyuan.data import download as verb
+    from kaiyuan.data.phases import parse_phases
+
+    job = verb.Job(
+        phases=parse_phases(phase),
+        dest=dest,
+        source=source,
+        endpoint=endpoint,
+        revision=revision,
+        repo=repo or verb.REPO,
+        more_hosts=tuple(host.lower() for host in allow_host or ()),
+        workers=workers,
+        recheck=recheck,
+    )
+    lines = verb.preview(job) if dry_run else verb.describe(verb.download(job))
+    typer.echo("\n".join(lines))
+
+
+@app.command()
+def inspect(
+    paths: Annotated[list[str], typer.Argument(help="Files, folders, globs or hf:// addresses.")],
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="Folder with tokenizer.json, to count tokens.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    html: Annotated[Path | None, typer.Option(help="Also write a page with histograms.")] = None,
+    sample: Annotated[int, typer.Option(min=1, help="Rows of text to look at, about.")] = 2000,
+) -> None:
+    """Show what parquet files hold, what is wrong with them, and what convert will do.
+
+    Example: kaiyuan inspect data/phase1 --html phase1.html
+    """
+    from rich.console import Console
+
+    from kaiyuan.data import inspect as verb
+    from kaiyuan.data.inspect_page import show, write_html
+
+    report = verb.inspect(paths, tokenizer, sample)
+    if as_json:
+        typer.echo(json.dumps(report.to_json(), ensure_ascii=False, indent=1))
+    else:
+        show(report, Console())
+    if html:
+        write_html(report, html)
+    if report.faults:
+        raise UserError(
+            f"{len(report.faults)} of {len(report.files)} files cannot be read, "
+            f"such as {report.faults[0].name}"
+        )
+
+
+@app.command()
 def convert(
     input: Annotated[list[Path], typer.Option(help="Parquet file, folder or glob; repeatable.")],
     output: Annotated[Path, typer.Option(help="New or empty folder, or one to go on with.")],
@@ -92,6 +174,35 @@ def convert(
     manifest = run_conversion(plan, workers=workers, executor=executor, single=single)
     text = {key: manifest[key] for key in ("counts", "order", "dtype", "eod", "encoder")}
     typer.echo(json.dumps(text, indent=1) if as_json else describe_manifest(output, manifest))
+
+
+@app.command()
+def verify(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="What convert wrote.")],
+    against: Annotated[
+        list[Path] | None, typer.Option(help="Parquet to compare a sample with; repeatable.")
+    ] = None,
+    tokenizer: Annotated[Path | None, typer.Option(help="Needed with --against.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Check every byte of a converted phase, and a sample of it against the parquet.
+
+    Example: kaiyuan verify out/phase3 --against data/phase3 --tokenizer tok
+    """
+    from kaiyuan.data.verify import verify as check
+    from kaiyuan.data.verify import verify_against
+
+    if against and tokenizer is None:
+        raise UserError("--against needs --tokenizer, the folder that convert was given")
+    report = {"checked": check(folder)}
+    if against and tokenizer is not None:
+        report["compared"] = verify_against(folder, against, tokenizer)
+    if as_json:
+        typer.echo(json.dumps(report, indent=1))
+        return
+    for what, counts in report.items():
+        typer.echo(f"{what}: " + ", ".join(f"{n:,} {name}" for name, n in counts.items()))
+    typer.echo(f"{folder} is whole")
 
 
 @app.command()
@@ -192,10 +303,10 @@ Checkpoint = Annotated[
 ]
 ModelFile = Annotated[
     Path | None,
-    typer.Option("--model", help="File of Megatron arguments, where there is no manifest."),
+    typer.Option("--model", help="File of Megatron arguments, where there is no run.json."),
 ]
 VocabSize = Annotated[
-    int | None, typer.Option(help="Entries of the vocabulary, where there is no manifest.")
+    int | None, typer.Option(help="Entries of the vocabulary, where there is no run.json.")
 ]
 TokenizerFolder = Annotated[
     Path | None, typer.Option("--tokenizer", help="Folder of the tokenizer, if not the run's own.")

@@ -68,18 +68,19 @@ def params_folder(model: str) -> Path:
     Raises:
         UserError: there is no such model; the message lists those that there are.
     """
-    if Path(model).is_dir():
-        return Path(model)
     # In a checkout the params lie under scripts/, as the reference has them; in a wheel beside
     # this file.
     roots = (_ROOT / "params", _ROOT.parent / "scripts" / "kaiyuan2b-training" / "params")
     shipped = {p.name: p for root in roots if root.is_dir() for p in root.iterdir() if p.is_dir()}
-    if model not in shipped:
+    # A name comes before a folder: a run's output may well be called as its model is.
+    if model in shipped:
+        return shipped[model]
+    if not Path(model).is_dir():
         raise UserError(
             f"there is no model {model!r}: it must be one of {', '.join(sorted(shipped))} "
             "or a folder with model.yaml, hparams.yaml and data.yaml"
         )
-    return shipped[model]
+    return Path(model)
 
 
 def load_params(model: str, overrides: Sequence[str] = ()) -> Params:
