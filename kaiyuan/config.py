@@ -25,6 +25,8 @@ import yaml
 
 from kaiyuan.errors import UserError
 
+# What kaiyuan/megatron is made for; pyproject.toml pins it.
+MEGATRON_VERSIONS = ("0.19.2",)
 ORDERS = ("file", "rank", "rank-desc")
 _PHASE_KEYS = ("order", "tokens", "max_samples")
 _ROOT = Path(__file__).parent
