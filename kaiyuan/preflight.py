@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from kaiyuan.config import MEGATRON_VERSIONS, Params
@@ -48,7 +49,7 @@ def preflight(
     broken = [
         phase.name
         for phase in params.phases
-        if _found(findings, lambda phase=phase: converted_phase(phase, params, data))
+        if _found(findings, partial(converted_phase, phase, params, data))
     ]
     # With data that is broken the rest is checked on the assumed tokens.
     try:
@@ -69,7 +70,7 @@ def preflight(
         lambda: _check_arguments(plan, run, nodes),
     ]
     if hashes and not broken:
-        checks += [lambda phase=phase: _check_hashes(phase) for phase in chosen]
+        checks += [partial(_check_hashes, phase) for phase in chosen]
     for check in checks:
         _found(findings, check)
     if findings:
