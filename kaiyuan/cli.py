@@ -39,6 +39,88 @@ def _options(
 
 
 @app.command()
+def download(
+    phase: Annotated[str, typer.Option(help="Phases: 1,2 or 3-5 or all.")],
+    dest: Annotated[Path, typer.Option(help="Folder that gets phase1 ... phase5.")],
+    source: Annotated[str, typer.Option(help="hf or modelscope.")] = "hf",
+    endpoint: Annotated[
+        str | None, typer.Option(help="Address of the hub or a mirror; else HF_ENDPOINT.")
+    ] = None,
+    revision: Annotated[
+        str | None, typer.Option(help="Commit, branch or tag; the newest by default.")
+    ] = None,
+    repo: Annotated[
+        str | None, typer.Option(help="Dataset, owner/name; Kaiyuan-2B's by default.")
+    ] = None,
+    allow_host: Annotated[
+        list[str] | None, typer.Option(help="A host to which the endpoint may send us on.")
+    ] = None,
+    workers: Annotated[int, typer.Option(min=1, help="Files at a time.")] = 8,
+    recheck: Annotated[
+        bool, typer.Option("--recheck", help="Read and hash every file again.")
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only list what would come, and the disk.")
+    ] = False,
+) -> None:
+    """Download phases of the pre-training data, resumable and checksum-verified.
+
+    A token is taken from the environment (HF_TOKEN, MODELSCOPE_API_TOKEN) and from nowhere else.
+
+    Example: kaiyuan download --phase 1,2 --dest data --dry-run
+    """
+    from kaiyuan.data import download as verb
+    from kaiyuan.data.phases import parse_phases
+
+    job = verb.Job(
+        phases=parse_phases(phase),
+        dest=dest,
+        source=source,
+        endpoint=endpoint,
+        revision=revision,
+        repo=repo or verb.REPO,
+        more_hosts=tuple(host.lower() for host in allow_host or ()),
+        workers=workers,
+        recheck=recheck,
+    )
+    lines = verb.preview(job) if dry_run else verb.describe(verb.download(job))
+    typer.echo("\n".join(lines))
+
+
+@app.command()
+def inspect(
+    paths: Annotated[list[str], typer.Argument(help="Files, folders, globs or hf:// addresses.")],
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="Folder with tokenizer.json, to count tokens.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    html: Annotated[Path | None, typer.Option(help="Also write a page with histograms.")] = None,
+    sample: Annotated[int, typer.Option(min=1, help="Rows of text to look at, about.")] = 2000,
+) -> None:
+    """Show what parquet files hold, what is wrong with them, and what convert will do.
+
+    Example: kaiyuan inspect data/phase1 --html phase1.html
+    """
+    from rich.console import Console
+
+    from kaiyuan.data import inspect as verb
+    from kaiyuan.data.inspect_page import show, write_html
+
+    report = verb.inspect(paths, tokenizer, sample)
+    if as_json:
+        typer.echo(json.dumps(report.to_json(), ensure_ascii=False, indent=1))
+    else:
+        show(report, Console())
+    if html:
+        write_html(report, html)
+    if report.faults:
+        raise UserError(
+            f"{len(report.faults)} of {len(report.files)} files cannot be read, "
+            f"such as {report.faults[0].name}"
+        )
+
+
+@app.command()
 def convert(
     input: Annotated[list[Path], typer.Option(help="Parquet file, folder or glob; repeatable.")],
     output: Annotated[Path, typer.Option(help="New or empty folder, or one to go on with.")],
@@ -183,17 +265,59 @@ Overrides = Annotated[
 
 
 @app.command()
+def plan(
+    model: Annotated[str, typer.Argument(help="toy, gpt_smoke, qwen3_1p7b, or a params folder.")],
+    changes: Overrides = None,
+    data: DataFolder = None,
+    gpus: Annotated[int, typer.Option(min=1, help="Number of all GPUs.")] = 1,
+    tflops: Annotated[
+        float | None, typer.Option(min=0.001, help="Expected of each GPU, in TFLOP/s.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Show what a training will do and need; no GPU, torch or data is needed.
+
+    Example: kaiyuan plan qwen3_1p7b --gpus 64 micro_batch_size=8
+    """
+    from rich.console import Console
+
+    from kaiyuan.config import load_params
+    from kaiyuan.plan import make_plan
+    from kaiyuan.plan_summary import DEFAULT_TFLOPS, plan_summary, plan_text
+
+    planned = make_plan(load_params(model, changes or []), data)
+    summary = plan_summary(planned, gpus, tflops or DEFAULT_TFLOPS)
+    if as_json:
+        typer.echo(json.dumps(summary, indent=1))
+    else:
+        console = Console(soft_wrap=True)
+        console.width = max(console.width, 100)
+        console.print(plan_text(summary, planned))
+
+
+@app.command()
 def train(
     model: Annotated[str, typer.Argument(help="toy, gpt_smoke, qwen3_1p7b, or a params folder.")],
     data: Annotated[Path, typer.Option(help="Folder with the converted phases.")],
     output: Annotated[Path, typer.Option(help="Folder of the run; gone on with if it exists.")],
     changes: Overrides = None,
     phase: Annotated[str | None, typer.Option(help="Train this phase only.")] = None,
-    tokenizer: Annotated[Path | None, typer.Option(help="Noted in the run, for export.")] = None,
-    nproc: Annotated[int, typer.Option(min=1, help="Processes here, one a GPU.")] = 1,
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="Held against the data's, and noted for export.")
+    ] = None,
+    nproc: Annotated[
+        int | None, typer.Option(min=1, help="Processes here; default: one a GPU, or 1.")
+    ] = None,
     nnodes: Annotated[int, typer.Option(min=1, help="Machines.")] = 1,
     node_rank: Annotated[int, typer.Option(min=0, help="Number of this machine.")] = 0,
     master: Annotated[str, typer.Option(help="HOST:PORT of machine 0, if several.")] = "",
+    verify_data: Annotated[
+        bool, typer.Option("--verify-data", help="Compare all data with its hashes first.")
+    ] = False,
+    allow_change: Annotated[
+        bool, typer.Option("--allow-change", help="Go on though the plan was changed.")
+    ] = False,
+    check: Annotated[bool, typer.Option("--check", help="Check everything and end.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the commands and end.")] = False,
 ) -> None:
     """Train all phases, or one; the same command goes on with an interrupted run.
@@ -204,16 +328,22 @@ def train(
 
     from kaiyuan.config import load_params
     from kaiyuan.plan import make_plan
+    from kaiyuan.preflight import gpu_count, preflight
     from kaiyuan.train import Nodes, check_layout, phase_arguments, train
 
-    plan = make_plan(load_params(model, changes or []), data)
-    nodes = Nodes(nproc, nnodes, node_rank, master)
+    params = load_params(model, changes or [])
+    nodes = Nodes(nproc or gpu_count() or 1, nnodes, node_rank, master)
     if dry_run:
+        plan = make_plan(params, data)
         check_layout(plan, nodes)
         for each in plan.phases:
             typer.echo(shlex.join([*nodes.command(), *phase_arguments(each, data, output)]))
         return
-    train(plan, data, output, nodes, tokenizer, phase)
+    plan = preflight(params, data, output, nodes, tokenizer, phase, verify_data)
+    if check:
+        typer.echo(f"ready to train {plan.params.name}: {plan.steps:,} steps in all")
+        return
+    train(plan, data, output, nodes, tokenizer, phase, allow_change=allow_change)
 
 
 Checkpoint = Annotated[
