@@ -358,6 +358,26 @@ def test_runs_killed_at_random_moments_end_as_the_undisturbed_one(server, tmp_pa
     assert killed >= len(seeds)
 
 
+def test_ctrl_c_stops_soon_and_the_next_run_goes_on(server, tmp_path):
+    server.behaviour.bytes_per_second = 20_000
+    process = subprocess.Popen(
+        command(server, tmp_path, "1"),
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    while not server.gets(TWO):
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    _, told = process.communicate(timeout=10)
+    assert process.returncode != 0
+    assert "Traceback" not in told
+    assert contents(tmp_path) == {}
+    server.behaviour.bytes_per_second = None
+    download(job(server, tmp_path))
+    assert contents(tmp_path) == {ONE: FILES[ONE], TWO: FILES[TWO]}
+
+
 def test_what_is_here_is_known_by_its_content(server, tmp_path):
     download(job(server, tmp_path))
     file = tmp_path / ONE

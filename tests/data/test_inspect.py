@@ -460,6 +460,7 @@ def test_a_row_group_of_more_than_2_gb_is_read_in_little_memory(tmp_path):
         "from kaiyuan.data.inspect import inspect\n"
         "report = inspect([sys.argv[1]])\n"
         "assert report.rank.contiguous and report.text.characters.median == 1000\n"
+        "assert report.text.rows == 2000 and not report.text.every_row\n"
         "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)\n"
     )
     done = run(path, command=[sys.executable, "-c", code])
