@@ -96,6 +96,23 @@ def test_faults_of_a_server_are_outlived(server, tmp_path, faults):
     assert server.behaviour.faults[ONE] == []  # all of them took place
 
 
+@pytest.mark.parametrize("faults", [["503", "page"], ["429", "429"], ["page", "503", "429"]])
+def test_faults_of_a_listing_are_outlived(server, tmp_path, faults):
+    server.behaviour.retry_after = "0"
+    server.behaviour.listing_faults = faults
+    assert download(job(server, tmp_path)).fetched == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["content", "listing"])
+def test_a_server_that_falls_silent_is_asked_again(server, tmp_path, where):
+    if where == "content":
+        server.behaviour.faults = {ONE: ["stall"]}
+    else:
+        server.behaviour.listing_faults = ["stall"]
+    assert download(job(server, tmp_path)).fetched == 2
+
+
 def test_a_cut_answer_is_gone_on_from_where_it_ended(server, tmp_path):
     server.behaviour.faults = {ONE: ["cut"]}
     download(job(server, tmp_path))
@@ -316,12 +333,16 @@ def test_a_mistake_is_one_line_and_exit_code_2(server, tmp_path, options, messag
 
 
 def interrupted(server, dest, seconds):
-    """Start a download and kill it with no chance to tidy up; True if it had ended before."""
+    """Kill a download some time after its first request for content; True if it had ended."""
+    server.requests.clear()
     process = subprocess.Popen(
         command(server, dest, "1,2"),
         stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )
+    while process.poll() is None and not server.gets(".parquet"):
+        time.sleep(0.01)
     with contextlib.suppress(subprocess.TimeoutExpired):
         return process.wait(seconds) == 0
     process.send_signal(signal.SIGKILL)
@@ -336,7 +357,7 @@ def kill_at_random(server, dest, seed):
     server.behaviour.ignore_ranges = seed % 4 == 3
     server.behaviour.faults = {ONE: chance.choices(["", "cut", "reset", "page", "503"], k=3)}
     killed = 0
-    while not interrupted(server, dest, chance.uniform(0.4, 2.0) if killed < 4 else 60):
+    while not interrupted(server, dest, chance.uniform(0, 0.8) if killed < 4 else 60):
         killed += 1
         for name, data in contents(dest).items():
             assert data == FILES[name], "a file under its final name must be whole"
