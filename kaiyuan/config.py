@@ -15,6 +15,7 @@ arguments that differ in a phase. data.yaml lists the phases:
 import dataclasses
 import difflib
 import functools
+import re
 from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
@@ -24,6 +25,8 @@ import yaml
 
 from kaiyuan.errors import UserError
 
+# What kaiyuan/megatron is made for; pyproject.toml pins it.
+MEGATRON_VERSIONS = ("0.19.2",)
 ORDERS = ("file", "rank", "rank-desc")
 _PHASE_KEYS = ("order", "tokens", "max_samples")
 _ROOT = Path(__file__).parent
@@ -68,18 +71,19 @@ def params_folder(model: str) -> Path:
     Raises:
         UserError: there is no such model; the message lists those that there are.
     """
-    if Path(model).is_dir():
-        return Path(model)
     # In a checkout the params lie under scripts/, as the reference has them; in a wheel beside
     # this file.
     roots = (_ROOT / "params", _ROOT.parent / "scripts" / "kaiyuan2b-training" / "params")
     shipped = {p.name: p for root in roots if root.is_dir() for p in root.iterdir() if p.is_dir()}
-    if model not in shipped:
+    # A name comes before a folder: a run's output may well be called as its model is.
+    if model in shipped:
+        return shipped[model]
+    if not Path(model).is_dir():
         raise UserError(
             f"there is no model {model!r}: it must be one of {', '.join(sorted(shipped))} "
             "or a folder with model.yaml, hparams.yaml and data.yaml"
         )
-    return shipped[model]
+    return Path(model)
 
 
 def load_params(model: str, overrides: Sequence[str] = ()) -> Params:
@@ -121,12 +125,30 @@ def load_params(model: str, overrides: Sequence[str] = ()) -> Params:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise UserError(f"{path} is missing") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
-    return _mapping(content, path.name)
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not valid YAML: {error}") from error
+    return _mapping(_load(text, str(path)), path.name)
+
+
+class _Loader(yaml.SafeLoader):
+    """Reads 5e-3 as a number, as YAML 1.2 does; YAML 1.1 wants 5.0e-3."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"),
+    list("-+0123456789"),
+)
+
+
+def _load(text: str, what: str) -> Any:
+    try:
+        return yaml.load(text, _Loader)
+    except yaml.YAMLError as error:
+        raise UserError(f"{what} is not valid YAML: {' '.join(str(error).split())}") from error
 
 
 def _mapping(value: Any, what: str) -> dict[str, Any]:
@@ -145,7 +167,7 @@ def _override(
     key, equals, text = override.partition("=")
     if not equals:
         raise UserError(f"{override!r} is not of the form KEY=VALUE")
-    value = yaml.safe_load(text)
+    value = _load(text, f"the value of {key}")
     phase, dot, name = key.rpartition(".")
     if dot and phase not in settings:
         raise UserError(f"there is no phase {phase!r}; there are {', '.join(settings)}")

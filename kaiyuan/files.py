@@ -135,35 +135,38 @@ def write_json(path: Path, value: object) -> None:
         stream.write("\n")
 
 
-def write_manifest(folder: Path, kind: str, body: dict[str, Any]) -> dict[str, Any]:
+def write_manifest(
+    folder: Path, kind: str, body: dict[str, Any], name: str = MANIFEST
+) -> dict[str, Any]:
     """Write ``folder/manifest.json``, sealed with a hash of its own content.
 
     Args:
         folder: the artefact; all its other files must be complete.
         kind: what the folder is ("corpus", "tokenizer", "phase", "checkpoint" ...).
         body: JSON values.
+        name: another name of the file, where a folder is described before it is complete.
 
     Returns:
         The manifest as written, with ``kind`` and ``seal``.
     """
     manifest = {"kind": kind, **body}
     manifest["seal"] = sha256_of_json(manifest)
-    write_json(folder / MANIFEST, manifest)
+    write_json(folder / name, manifest)
     return manifest
 
 
-def read_manifest(folder: Path, kind: str) -> dict[str, Any]:
-    """Read and check ``folder/manifest.json``.
+def read_manifest(folder: Path, kind: str, name: str = MANIFEST) -> dict[str, Any]:
+    """Read and check ``folder/manifest.json``, or the file of another name.
 
     Raises:
         UserError: there is none, it was altered or cut short, or it is of another kind.
     """
-    path = folder / MANIFEST
+    path = folder / name
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(
-            f"{folder} has no {MANIFEST}: it does not exist or its making was not finished"
+            f"{folder} has no {name}: it does not exist or its making was not finished"
         ) from None
     except (ValueError, OSError) as error:
         raise UserError(f"{path} cannot be read: {error}") from error

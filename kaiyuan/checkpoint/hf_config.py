@@ -7,18 +7,19 @@ from kaiyuan.checkpoint.describe import CheckpointInfo
 from kaiyuan.checkpoint.names import Sizes
 from kaiyuan.errors import UserError
 
-# Megatron's argument, the key in config.json, and Megatron's default where it has one
-# (megatron/training/arguments.py).
-_KEYS: tuple[tuple[str, str, Any], ...] = (
-    ("num_layers", "num_hidden_layers", None),
-    ("hidden_size", "hidden_size", None),
-    ("ffn_hidden_size", "intermediate_size", None),
-    ("num_attention_heads", "num_attention_heads", None),
-    ("num_query_groups", "num_key_value_heads", None),
-    ("kv_channels", "head_dim", None),
-    ("max_position_embeddings", "max_position_embeddings", None),
-    ("norm_epsilon", "rms_norm_eps", 1e-5),
-    ("init_method_std", "initializer_range", 0.02),
+# Megatron's argument, the key in config.json, the type, and Megatron's default where it has one
+# (megatron/training/arguments.py). YAML takes 1e-6, without a point, for a text; Megatron does not
+# mind, and so the types are needed here.
+_KEYS: tuple[tuple[str, str, type[int] | type[float], float | None], ...] = (
+    ("num_layers", "num_hidden_layers", int, None),
+    ("hidden_size", "hidden_size", int, None),
+    ("ffn_hidden_size", "intermediate_size", int, None),
+    ("num_attention_heads", "num_attention_heads", int, None),
+    ("num_query_groups", "num_key_value_heads", int, None),
+    ("kv_channels", "head_dim", int, None),
+    ("max_position_embeddings", "max_position_embeddings", int, None),
+    ("norm_epsilon", "rms_norm_eps", float, 1e-5),
+    ("init_method_std", "initializer_range", float, 0.02),
 )
 _ROPE_BASE_DEFAULT = 10_000
 
@@ -63,7 +64,7 @@ def to_config(info: CheckpointInfo, dtype: str, end_of_document: int | None) -> 
         "architectures": [ARCHITECTURE],
         "model_type": "qwen3",
         "vocab_size": info.vocab_size,
-        **{hf: model[name] for name, hf, _ in _KEYS},
+        **{hf: model[name] for name, hf, _, _ in _KEYS},
         "hidden_act": "silu",
         "rope_theta": base,
         "rope_parameters": {"rope_type": "default", "rope_theta": base},
@@ -86,22 +87,23 @@ def canonical_model(model: Mapping[str, Any]) -> dict[str, Any]:
         UserError: one is missing, or has a value that Qwen3 does not allow.
     """
     full = dict(model)
-    if not full.get("num_query_groups"):
-        full["num_query_groups"] = full.get("num_attention_heads")
+    if not full.get("group_query_attention"):
+        # Megatron then leaves num_query_groups aside.
+        full |= {"group_query_attention": True, "num_query_groups": full.get("num_attention_heads")}
     if not full.get("kv_channels") and "hidden_size" in full and "num_attention_heads" in full:
         full["kv_channels"] = full["hidden_size"] // full["num_attention_heads"]
     for wanted in (_QWEN3, _ABSENT):
         for name, value in wanted.items():
-            if name == "group_query_attention":
-                continue  # without it there is a group for each head, which Qwen3 allows
             given = full.get(name, value if wanted is _ABSENT else None)
             if given != value:
                 raise UserError(f"the model has {name} = {given!r}; {ARCHITECTURE} needs {value!r}")
-    canonical = {}
-    for name, _, default in _KEYS:
-        if full.get(name, default) is None:
-            raise UserError(f"the description of the model lacks {name}")
-        canonical[name] = full.get(name, default)
+    canonical: dict[str, Any] = {}
+    for name, _, kind, default in _KEYS:
+        number: Any = full.get(name, default)
+        try:
+            canonical[name] = kind(number)
+        except (TypeError, ValueError):
+            raise UserError(f"the model has {name} = {number!r}, which is no number") from None
     # A whole number in Megatron, and a fraction with nothing behind the point in transformers.
     canonical["rotary_base"] = int(full.get("rotary_base", _ROPE_BASE_DEFAULT))
     canonical["untie_embeddings_and_output_weights"] = bool(
@@ -147,12 +149,12 @@ def from_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
     for key, wanted in unknown.items():
         if config.get(key, wanted) != wanted:
             raise UserError(f"the model has {key} = {config[key]!r}; only {wanted!r} is supported")
-    lacking = [hf for _, hf, _ in _KEYS if hf not in config] + (
+    lacking = [hf for _, hf, _, _ in _KEYS if hf not in config] + (
         [] if "vocab_size" in config else ["vocab_size"]
     )
     if lacking:
         raise UserError(f"config.json lacks {', '.join(lacking)}")
-    model = {name: config[hf] for name, hf, _ in _KEYS}
+    model = {name: config[hf] for name, hf, _, _ in _KEYS}
     model["rotary_base"] = _rope_base(config)
     model["untie_embeddings_and_output_weights"] = not config.get("tie_word_embeddings", False)
     # An imported vocabulary has its final size; the padding that training asks for comes on top.

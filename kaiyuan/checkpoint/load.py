@@ -188,7 +188,8 @@ def _read_index(path: Path) -> Any:
         ) from None
     except Exception as error:
         # A damaged pickle can raise almost anything.
-        raise UserError(f"{path} is not the index of a checkpoint: {error}") from error
+        reason = " ".join(str(error).split())
+        raise UserError(f"{path} is not the index of a checkpoint: {reason}") from error
 
 
 class _FilePart(io.RawIOBase):
@@ -225,11 +226,14 @@ def _read_chunk(chunk: Chunk) -> Tensor:
             part = io.BufferedReader(_FilePart(stream, chunk.start, chunk.length))
             tensor = torch.load(part, map_location="cpu", weights_only=True)
         if not isinstance(tensor, Tensor) or tuple(tensor.shape) != chunk.sizes:
-            raise ValueError(f"it does not hold a tensor of {chunk.sizes}")
+            raise ValueError("it is no tensor, or one of another shape")
         return tensor
     except Exception as error:
         # The archive reader, the unpickler and the file system each have errors of their own.
-        raise UserError(f"{chunk.path} is damaged at byte {chunk.start:,}: {error}") from error
+        raise UserError(
+            f"{chunk.path} is damaged: at byte {chunk.start:,} should be a tensor of "
+            f"{list(chunk.sizes)}"
+        ) from error
 
 
 def _assemble(name: str, shape: tuple[int, ...], parts: list[tuple[Chunk, Tensor]]) -> Tensor:

@@ -12,13 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kaiyuan import __version__
 from kaiyuan.data.executors import ExecutorName, run_units
-from kaiyuan.data.indexed import LENGTHS_OFFSET, id_dtype
+from kaiyuan.data.indexed import id_dtype
 from kaiyuan.data.inputs import InputFile, find_inputs, read_rows
-from kaiyuan.data.order import RECORD, Order, OrderKind, order_by_rank, order_hash
+from kaiyuan.data.order import Order, OrderKind, order_by_rank, order_hash
 from kaiyuan.data.phase import KIND, ORDER_FILE, ConvertedPhase, Shards
 from kaiyuan.data.progress import ConversionProgress
 from kaiyuan.data.single import SINGLE, write_single
@@ -403,7 +402,7 @@ def _finish(plan: Conversion, records: list[dict[str, Any]], single: bool) -> di
         "order": {
             "kind": plan.order,
             "column": job.rank_column,
-            "hash": order_hash(_order_records(full, prefixes, counts.documents), order.ids),
+            "hash": order_hash(shards.records([r["unit"]["file"] for r in full]), order.ids),
             "duplicates": order.duplicates,
             "file": order_file,
         },
@@ -424,21 +423,6 @@ def _order_of(plan: Conversion, prefixes: list[Path]) -> Order:
             "some files have whole ranks above 2^53 and others fractions: they cannot be compared"
         )
     return order_by_rank(np.concatenate(parts), descending=plan.order == "rank-desc")
-
-
-def _order_records(
-    records: list[dict[str, Any]], prefixes: list[Path], num_documents: int
-) -> NDArray[Any]:
-    out = np.empty(num_documents, RECORD)
-    start = 0
-    for record, prefix in zip(records, prefixes, strict=True):
-        count = record["counts"]["documents"]
-        part = out[start : start + count]
-        part["file"] = record["unit"]["file"]
-        part["row"] = np.load(f"{prefix}.rows.npy", allow_pickle=False)
-        part["tokens"] = np.fromfile(f"{prefix}.idx", "<i4", count, offset=LENGTHS_OFFSET)
-        start += count
-    return out
 
 
 def _inputs_of(plan: Conversion, records: list[dict[str, Any]]) -> list[dict[str, Any]]:

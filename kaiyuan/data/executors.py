@@ -26,7 +26,7 @@ def run_units(
     """
     if name == "ray":
         yield from _run_on_ray(job, units, files, workers)
-    elif workers == 1 or len(units) == 1:
+    elif workers == 1 or len(units) <= 1:
         yield from (run_unit(job, unit, files[unit.file]) for unit in units)
     else:
         yield from _run_in_processes(job, units, files, workers)

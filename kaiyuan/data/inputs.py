@@ -168,13 +168,17 @@ def _read_footer(path: Path, name: str, text_column: str, rank_column: str) -> I
     # A column of text is one leaf; its place among the leaves is not that in the schema if
     # nested columns stand before it.
     leaf = [meta.schema.column(i).path for i in range(meta.num_columns)].index(text_column)
+    values = [group.column(leaf).num_values for group in groups]
+    rows = [group.num_rows for group in groups]
+    if values != rows or sum(rows) != meta.num_rows:
+        raise UserError(f"{path} is damaged: its footer contradicts itself about its rows")
     stat = path.stat()
     return InputFile(
         path=path,
         name=name,
         size=stat.st_size,
         mtime_ns=stat.st_mtime_ns,
-        rows=tuple(group.num_rows for group in groups),
+        rows=tuple(rows),
         text_bytes=tuple(group.column(leaf).total_uncompressed_size for group in groups),
         rank_type=str(schema.field(rank_column).type) if rank_column in schema.names else None,
     )

@@ -35,22 +35,19 @@ class Order:
 def order_by_rank(ranks: NDArray[Any], descending: bool = False) -> Order:
     """Order documents by rank; equal ranks stay in the order of file and row.
 
-    Takes about 5 ns and 32 bytes of memory a document and 16-bit digit in which ranks differ.
+    Beside the ranks it takes 24 bytes of memory a document.
 
     Args:
         ranks: int64 or float64 without NaN, shape [documents].
         descending: the highest rank first.
     """
-    keys = _sortable(ranks)
-    if descending:
-        np.invert(keys, out=keys)
-    if np.all(keys[1:] >= keys[:-1]):
-        return Order(None, int(np.count_nonzero(keys[1:] == keys[:-1])))
-    ids = _radix_argsort(keys)
+    before, after = (ranks[1:], ranks[:-1]) if descending else (ranks[:-1], ranks[1:])
+    ids = None if np.all(before <= after) else _radix_argsort(ranks, descending)
     duplicates = 0
-    for start in range(0, len(ids), _SLICE):
-        part = keys[ids[start : start + _SLICE + 1]]
-        duplicates += int(np.count_nonzero(part[1:] == part[:-1]))
+    for start in range(0, len(ranks), _SLICE):
+        part = slice(start, start + _SLICE + 1)
+        in_order = ranks[part] if ids is None else ranks[ids[part]]
+        duplicates += int(np.count_nonzero(in_order[1:] == in_order[:-1]))
     return Order(ids, duplicates)
 
 
@@ -69,33 +66,38 @@ def order_hash(records: NDArray[Any], ids: NDArray[Any] | None) -> str:
     return digest.hexdigest()
 
 
-def _sortable(ranks: NDArray[Any]) -> NDArray[np.uint64]:
-    """Map ranks to unsigned integers that compare the same way."""
-    sign = np.uint64(1 << 63)
-    if ranks.dtype.kind != "f":
-        return ranks.astype(np.int64).view(np.uint64) ^ sign
-    # + 0.0 turns -0.0, which equals 0.0 but has other bits, into 0.0.
-    keys = (ranks.astype(np.float64) + 0.0).view(np.uint64)
-    for start in range(0, len(keys), _SLICE):
-        part = keys[start : start + _SLICE]
-        # By their bits negative IEEE 754 numbers sort backwards: flip all bits of these, and
-        # only the sign of the others.
-        part[:] = np.where(part & sign, ~part, part | sign)
-    return keys
-
-
-def _radix_argsort(keys: NDArray[np.uint64]) -> NDArray[Any]:
+def _radix_argsort(ranks: NDArray[Any], descending: bool) -> NDArray[Any]:
     """Stable argsort, 16 bits at a time from the lowest (numpy sorts uint16 by counting)."""
-    index_dtype = np.int32 if len(keys) < 2**31 else np.int64
-    varying = int(np.bitwise_or.reduce(keys ^ keys[0]))
+    index_dtype = np.int32 if len(ranks) < 2**31 else np.int64
+    varying = 0
+    for start in range(0, len(ranks), _SLICE):
+        keys = _keys(ranks[start : start + _SLICE], descending)
+        varying |= int(np.bitwise_or.reduce(keys ^ _keys(ranks[:1], descending)))
     ids: NDArray[Any] | None = None
+    digit = np.empty(len(ranks), np.uint16)
     for shift in range(0, 64, 16):
         if not (varying >> shift) & 0xFFFF:
             continue
-        digit = (keys >> np.uint64(shift)).astype(np.uint16)
+        for start in range(0, len(ranks), _SLICE):
+            part = slice(start, start + _SLICE)
+            digit[part] = (_keys(ranks[part], descending) >> np.uint64(shift)).astype(np.uint16)
         if ids is None:
             ids = np.argsort(digit, kind="stable").astype(index_dtype)
         else:
             ids = ids[np.argsort(digit[ids], kind="stable")]
-    assert ids is not None  # only called with keys that differ
+    assert ids is not None  # only called with ranks that differ
     return ids
+
+
+def _keys(ranks: NDArray[Any], descending: bool) -> NDArray[np.uint64]:
+    """Map ranks to unsigned integers that compare the same way, or the other way round."""
+    sign = np.uint64(1 << 63)
+    if ranks.dtype.kind == "f":
+        # + 0.0 turns -0.0, which equals 0.0 but has other bits, into 0.0.
+        bits = (ranks.astype(np.float64) + 0.0).view(np.uint64)
+        # By their bits negative IEEE 754 numbers sort backwards: flip all bits of these, and
+        # only the sign of the others.
+        keys = np.where(bits & sign, ~bits, bits | sign)
+    else:
+        keys = ranks.astype(np.int64).view(np.uint64) ^ sign
+    return ~keys if descending else keys

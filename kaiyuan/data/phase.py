@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kaiyuan.data.indexed import LENGTHS_OFFSET, IndexedReader
+from kaiyuan.data.order import RECORD
 from kaiyuan.errors import UserError
 from kaiyuan.files import read_manifest, sha256_of_json
 
@@ -30,9 +31,14 @@ class Shards:
         self.prefixes = list(prefixes)
         self.bounds = np.concatenate(([0], np.cumsum(num_documents, dtype=np.int64)))
         self.reader = functools.lru_cache(_OPEN_SHARDS)(self._open)
+        self.column = functools.lru_cache(_OPEN_SHARDS)(self._load_column)
 
     def _open(self, shard: int) -> IndexedReader:
         return IndexedReader(self.prefixes[shard])
+
+    def _load_column(self, shard: int, name: str) -> NDArray[Any]:
+        prefix = self.prefixes[shard]
+        return _load_npy(prefix.with_name(f"{prefix.name}.{name}.npy"))
 
     def locate(self, document: int) -> tuple[int, int]:
         """Return the shard of a document and its place there.
@@ -54,6 +60,20 @@ class Shards:
             out[begin:end] = np.fromfile(path, "<i4", end - begin, offset=LENGTHS_OFFSET)
         return out
 
+    def records(self, inputs: Sequence[int]) -> NDArray[Any]:
+        """Return what the order's hash is made of (see `RECORD`).
+
+        Args:
+            inputs: number of the input file of each shard.
+        """
+        out = np.empty(int(self.bounds[-1]), RECORD)
+        out["tokens"] = self.lengths()
+        for shard, number in enumerate(inputs):
+            part = out[self.bounds[shard] : self.bounds[shard + 1]]
+            part["file"] = number
+            part["row"] = self._load_column(shard, "rows")
+        return out
+
 
 class ConvertedPhase:
     """A folder that `kaiyuan convert` finished.
@@ -73,7 +93,6 @@ class ConvertedPhase:
         entries = manifest["shards"]
         prefixes = [folder / entry["prefix"] for entry in entries]
         self._shards = Shards(prefixes, [entry["documents"] for entry in entries])
-        self._column = functools.lru_cache(_OPEN_SHARDS)(self._load_column)
 
     @classmethod
     def open(cls, folder: Path | str) -> "ConvertedPhase":
@@ -160,12 +179,16 @@ class ConvertedPhase:
         shard, place = self._shards.locate(document)
         entry = self.manifest["shards"][shard]
         name = self.manifest["inputs"][entry["input"]]["name"]
-        rank = self._column(shard, "ranks").item(place) if "ranks.npy" in entry["files"] else None
-        return name, self._column(shard, "rows").item(place), rank
+        rank = self.column(shard, "ranks").item(place) if "ranks.npy" in entry["files"] else None
+        return name, self.column(shard, "rows").item(place), rank
 
-    def _load_column(self, shard: int, name: str) -> NDArray[Any]:
-        prefix = self.shards[shard]
-        return _load_npy(prefix.with_name(f"{prefix.name}.{name}.npy"))
+    def column(self, shard: int, name: str) -> NDArray[Any]:
+        """Return "rows" or "ranks" of the documents of a shard."""
+        return self._shards.column(shard, name)
+
+    def records(self) -> NDArray[Any]:
+        """Return what the order's hash is made of, type `kaiyuan.data.order.RECORD`."""
+        return self._shards.records([entry["input"] for entry in self.manifest["shards"]])
 
 
 def manifest_files(manifest: dict[str, Any]) -> dict[str, dict[str, Any]]:

