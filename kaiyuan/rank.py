@@ -8,6 +8,7 @@ loads this module again.
 
 import os
 import sys
+import traceback
 
 from kaiyuan.errors import UserError
 
@@ -33,6 +34,20 @@ def main() -> None:
         print(f"{ERROR_MARK}{error}", flush=True)
         # Not sys.exit: other ranks may wait in a collective that will never come.
         os._exit(2)
+    except Exception:
+        story = traceback.format_exc()
+        print(f"{story}\n{ERROR_MARK}{_reason(story)}", flush=True)
+        os._exit(1)
+
+
+def _reason(story: str) -> str:
+    """Return a traceback in one sentence."""
+    if any(text in story for text in ("No space left on device", "File too large", "Disk quota")):
+        return (
+            "the disk is full: make room and give the same command again, which goes on from the "
+            "last complete checkpoint"
+        )
+    return "Megatron failed: " + story.strip().splitlines()[-1]
 
 
 if __name__ == "__main__":

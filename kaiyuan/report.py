@@ -10,6 +10,7 @@ from rich.table import Table
 
 from kaiyuan.errors import UserError
 from kaiyuan.files import atomic_write, read_manifest
+from kaiyuan.runfolder import RUN_FILE
 
 # Losses of single batches jump; the start and the end of a phase are means over so many steps.
 _WINDOW = 5
@@ -58,7 +59,7 @@ def read_losses(run: Path) -> list[dict[str, str]]:
 
 def phase_reports(run: Path) -> list[PhaseReport]:
     """Return the phases of a run that have begun."""
-    phases: list[dict[str, Any]] = read_manifest(run, "run")["phases"]
+    phases: list[dict[str, Any]] = read_manifest(run, "run", RUN_FILE)["phases"]
     rows = read_losses(run)
     reports = []
     before = 0

@@ -10,6 +10,7 @@ import yaml
 
 from kaiyuan.errors import UserError
 from kaiyuan.files import MANIFEST, read_manifest
+from kaiyuan.runfolder import RUN_FILE
 
 CHECKPOINTS = "checkpoints"
 # The names that Megatron gives: the file says which folder to load, "release" being the folder of
@@ -71,7 +72,7 @@ def describe_checkpoint(
     described = _description(folder)
     if described is None and (model is None or vocab_size is None):
         raise UserError(
-            f"nothing near {folder} says what model it is (there is no {MANIFEST}): "
+            f"nothing near {folder} says what model it is (there is no {RUN_FILE}): "
             "give --model FILE and --vocab-size N"
         )
     home, known = described or (folder, {})
@@ -136,9 +137,10 @@ def _latest(folder: Path) -> int | None:
 
 def _description(folder: Path) -> tuple[Path, dict[str, Any]] | None:
     """Return the folder of the description and its content."""
-    for home, kind in ((folder.parent, "checkpoint"), (folder.parent.parent, "run")):
-        if (home / MANIFEST).is_file():
-            return home, read_manifest(home, kind)
+    described = ((folder.parent, "checkpoint", MANIFEST), (folder.parent.parent, "run", RUN_FILE))
+    for home, kind, name in described:
+        if (home / name).is_file():
+            return home, read_manifest(home, kind, name)
     return None
 
 

@@ -4,14 +4,22 @@ Megatron's own local layers cannot attend efficiently (they build the whole scor
 RMSNorm refuses sequence parallelism. These take their place: attention through PyTorch's
 scaled_dot_product_attention and one RMSNorm for all five places (before attention, before the MLP,
 query, key, and the final one, which is not part of the layer but of the block).
+
+On CUDA what lies between the matrix products runs in the kernels of kaiyuan/megatron/kernels.py;
+elsewhere the same values come from plain operations. Both have the same parameters.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer import attention as megatron_attention
+from megatron.core.transformer import mlp as megatron_mlp
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_block import (
@@ -45,7 +53,27 @@ class RMSNorm(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the normalised tensor, of the shape and type of ``x``."""
+        if x.is_cuda:
+            from kaiyuan.megatron import kernels
+
+            return kernels.rms_norm(x, self.weight, self.eps)
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+class ResidualRMSNorm(RMSNorm):
+    """The norm at the head of a residual branch.
+
+    In training on CUDA it returns its input as well; Megatron's layer takes that one for the
+    residual connection, so that both gradients of the input meet in one kernel.
+    """
+
+    def forward(self, x: Tensor) -> Any:
+        """Return the normalised tensor, or that and ``x``."""
+        if x.is_cuda and torch.is_grad_enabled():
+            from kaiyuan.megatron import kernels
+
+            return kernels.rms_norm_with_residual(x, self.weight, self.eps)
+        return super().forward(x)
 
 
 class SDPA(MegatronModule):
@@ -71,18 +99,35 @@ class SDPA(MegatronModule):
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         self.softmax_scale = softmax_scale
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *_: Any,
+        packed_seq_params: PackedSeqParams | None = None,
+        **__: Any,
+    ) -> Tensor:
         """Attend.
 
         Args:
-            query: [queries, batch, heads, head size].
+            query: [queries, batch, heads, head size]; packed: [tokens, heads, head size].
             key: [keys, batch, query groups, head size]; with a cache there are more keys than
                 queries, and the last query sees all keys.
             value: like ``key``.
+            packed_seq_params: where documents are packed, their boundaries; no token then sees
+                another document.
 
         Returns:
-            [queries, batch, heads * head size].
+            [queries, batch, heads * head size]; packed: [tokens, heads * head size].
         """
+        if packed_seq_params is None:
+            return self._attend(query, key, value)
+        lengths = packed_seq_params.cu_seqlens_q.diff().tolist()
+        documents = zip(*(x.unsqueeze(1).split(lengths) for x in (query, key, value)), strict=True)
+        return torch.cat([self._attend(*document) for document in documents]).squeeze(1)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         num_queries, batch, num_heads, _size = query.shape
         num_keys, num_groups = key.shape[0], key.shape[2]
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
@@ -103,6 +148,87 @@ class SDPA(MegatronModule):
         return out.permute(2, 0, 1, 3).reshape(num_queries, batch, -1)
 
 
+class SelfAttention(megatron_attention.SelfAttention):
+    """Megatron's self-attention, with one kernel between its projection and its core on CUDA.
+
+    The kernel splits the projection, normalises and rotates queries and keys. Inference and packed
+    documents take Megatron's own way.
+    """
+
+    def forward(self, hidden_states: Tensor, attention_mask: Tensor | None, **more: Any) -> Any:
+        """Return the output of the layer, [sequence, batch, hidden], and no bias."""
+        angles = more.get("rotary_pos_emb")
+        if not (hidden_states.is_cuda and torch.is_tensor(angles) and self._is_plain(angles, more)):
+            return super().forward(hidden_states, attention_mask, **more)
+        from kaiyuan.megatron import kernels
+
+        mixed, _ = self.linear_qkv(hidden_states)
+        query, key, value = kernels.queries_keys_values(
+            mixed,
+            self.q_layernorm.weight if self.config.qk_layernorm else None,
+            self.k_layernorm.weight if self.config.qk_layernorm else None,
+            angles,
+            self.num_query_groups_per_partition,
+            self.config.layernorm_epsilon,
+        )
+        return self.linear_proj(self.core_attention(query, key, value))
+
+    def _is_plain(self, angles: Tensor, more: dict[str, Any]) -> bool:
+        config = self.config
+        others = ("inference_context", "inference_params", "packed_seq_params", "attention_bias")
+        return (
+            all(more.get(name) is None for name in others)
+            and angles.shape[-1] == self.hidden_size_per_attention_head
+            and angles.shape[1:3] == (1, 1)
+            and config.num_query_groups >= self.world_size
+            and not (config.rotary_interleaved or config.no_rope_freq or config.qk_l2_norm)
+            and not (config.attention_output_gate or config.test_mode)
+            and not (self.checkpoint_core_attention and self.training)
+            and not config.fine_grained_activation_offloading
+        )
+
+
+class MLP(megatron_mlp.MLP):
+    """Megatron's MLP with SwiGLU in one kernel on CUDA."""
+
+    def forward(
+        self, hidden_states: Tensor, per_token_scale: Tensor | None = None, **more: Any
+    ) -> Any:
+        """Return the output, [sequence, batch, hidden], and no bias."""
+        config = self.config
+        plain = (
+            hidden_states.is_cuda
+            and per_token_scale is None
+            and config.gated_linear_unit
+            and config.activation_func is F.silu
+            and not config.add_bias_linear
+            and config.activation_func_clamp_value is None
+            and config.glu_linear_offset == 0
+        )
+        if not plain:
+            return super().forward(hidden_states, per_token_scale, **more)
+        from kaiyuan.megatron import kernels
+
+        gate_up, _ = self.linear_fc1(hidden_states)
+        return self.linear_fc2(kernels.swiglu(gate_up))
+
+
+def residual_add(training: bool, fused: bool) -> Any:
+    """Return the function that adds a branch to the residual stream.
+
+    Megatron's own compiles itself, which costs more in guards than one addition can save.
+    """
+    plain = get_bias_dropout_add(training, fused)
+
+    def add(branch_and_bias: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float) -> Any:
+        branch, bias = branch_and_bias
+        if bias is None and dropout == 0 and branch.is_cuda and branch.dtype == residual.dtype:
+            return residual + branch
+        return plain(branch_and_bias, residual, dropout)
+
+    return add
+
+
 def block_spec(model_config: Any, vp_stage: int | None = None) -> TransformerBlockSubmodules:
     """Return the layers of one pipeline stage and the final norm.
 
@@ -114,12 +240,16 @@ def block_spec(model_config: Any, vp_stage: int | None = None) -> TransformerBlo
     spec = get_gpt_layer_local_spec(
         qk_layernorm=config.qk_layernorm, normalization=config.normalization
     )
-    spec.submodules.input_layernorm = RMSNorm
-    spec.submodules.pre_mlp_layernorm = RMSNorm
-    attention = spec.submodules.self_attention.submodules
-    attention.core_attention = SDPA
+    parts = spec.submodules
+    # Recomputing a norm needs its output alone.
+    norm = RMSNorm if config.recompute_granularity == "selective" else ResidualRMSNorm
+    parts.input_layernorm = parts.pre_mlp_layernorm = norm
+    parts.self_attention.module = SelfAttention
+    parts.self_attention.submodules.core_attention = SDPA
     if config.qk_layernorm:
-        attention.q_layernorm = RMSNorm
-        attention.k_layernorm = RMSNorm
+        parts.self_attention.submodules.q_layernorm = RMSNorm
+        parts.self_attention.submodules.k_layernorm = RMSNorm
+    parts.mlp = partial(MLP.as_mlp_submodule, submodules=parts.mlp.keywords["submodules"])
+    parts.self_attn_bda = parts.mlp_bda = residual_add
     num_layers = get_num_layers_to_build(config, vp_stage=vp_stage)
     return TransformerBlockSubmodules(layer_specs=[spec] * num_layers, layer_norm=RMSNorm)

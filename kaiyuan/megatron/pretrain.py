@@ -19,7 +19,7 @@ from torch import Tensor
 
 from kaiyuan.data.phase import ConvertedPhase
 from kaiyuan.errors import UserError
-from kaiyuan.megatron import arguments, cpu, layers, mends, records
+from kaiyuan.megatron import arguments, cpu, fallbacks, layers, loss, mends, records
 from kaiyuan.megatron.dataset import OrderedDataset
 
 
@@ -43,7 +43,13 @@ def loss_function(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, di
 def forward_step(batches: Iterator[dict[str, Tensor]], model: torch.nn.Module) -> tuple[Any, Any]:
     """Run the model on the next micro-batch; return its output and the loss function."""
     batch = {name: x.cuda(non_blocking=True) for name, x in next(batches).items()}
-    losses = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
+    losses = model(
+        batch["tokens"],
+        batch["position_ids"],
+        None,
+        labels=batch["labels"],
+        output_processor=loss.token_losses,
+    )
     return losses, partial(loss_function, batch["loss_mask"])
 
 
@@ -69,6 +75,8 @@ def run(argv: Sequence[str]) -> None:
     """Train with these Megatron arguments."""
     if cpu.is_active():
         argv = [*argv, *arguments.CPU_ARGUMENTS]
+    else:
+        fallbacks.install()
     mends.install()
     args = arguments.parse(argv)
     if args.context_parallel_size > 1:

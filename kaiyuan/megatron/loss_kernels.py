@@ -1,0 +1,102 @@
+"""Cross-entropy over a large vocabulary in three passes over the logits, as Triton kernels.
+
+The forward reads the logits once; the backward reads them again and leaves their gradient in their
+place. Imported only where there is CUDA.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+_BLOCK = 8192
+
+
+@triton.jit
+def _forward(logits_ptr, labels_ptr, lse_ptr, target_ptr, size, first, BLOCK: tl.constexpr):
+    row = tl.program_id(0)
+    start = logits_ptr + row.to(tl.int64) * size
+    highest = -float("inf")
+    total = 0.0
+    for block in range(0, size, BLOCK):
+        cols = block + tl.arange(0, BLOCK)
+        x = tl.load(start + cols, mask=cols < size, other=-float("inf")).to(tl.float32)
+        before = highest
+        highest = tl.maximum(highest, tl.max(x))
+        total = total * tl.exp(before - highest) + tl.sum(tl.exp(x - highest))
+    tl.store(lse_ptr + row, highest + tl.log(total))
+    label = tl.load(labels_ptr + row) - first
+    here = (label >= 0) & (label < size)
+    tl.store(target_ptr + row, tl.load(start + label, mask=here, other=0.0).to(tl.float32))
+
+
+@triton.jit
+def _backward(logits_ptr, labels_ptr, lse_ptr, grad_ptr, size, first, BLOCK: tl.constexpr):
+    row = tl.program_id(0)
+    start = logits_ptr + row.to(tl.int64) * size
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = cols < size
+    label = tl.load(labels_ptr + row) - first
+    x = tl.load(start + cols, mask=mask, other=0.0).to(tl.float32)
+    grad = tl.exp(x - tl.load(lse_ptr + row)) - tl.where(cols == label, 1.0, 0.0)
+    tl.store(start + cols, grad * tl.load(grad_ptr + row).to(tl.float32), mask=mask)
+
+
+def _merge(lse: Tensor, target: Tensor, group: torch.distributed.ProcessGroup) -> Tensor:
+    """Sum both over the ranks, each of which holds a part of the vocabulary; return the lse."""
+    highest = lse.clone()
+    torch.distributed.all_reduce(highest, op=torch.distributed.ReduceOp.MAX, group=group)
+    sums = torch.stack([(lse - highest).exp(), target])
+    torch.distributed.all_reduce(sums, group=group)
+    target.copy_(sums[1])
+    return highest + sums[0].log()
+
+
+class _CrossEntropy(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, labels: Tensor, group: torch.distributed.ProcessGroup | None
+    ) -> Tensor:
+        size = logits.shape[-1]
+        first = 0 if group is None else group.rank() * size
+        lse = torch.empty(labels.shape, dtype=torch.float32, device=logits.device)
+        target = torch.empty_like(lse)
+        _forward[(labels.numel(),)](
+            logits, labels, lse, target, size, first, BLOCK=_BLOCK, num_warps=8
+        )
+        if group is not None:
+            lse = _merge(lse, target, group)
+        ctx.save_for_backward(labels, lse)
+        ctx.logits = logits  # not saved with the others: the backward overwrites it
+        ctx.first = first
+        return lse - target
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        labels, lse = ctx.saved_tensors
+        logits, ctx.logits = ctx.logits, None
+        if logits is None:
+            raise RuntimeError("the logits are gone: this loss can be differentiated once only")
+        size = logits.shape[-1]
+        _backward[(labels.numel(), triton.cdiv(size, _BLOCK))](
+            logits, labels, lse, grad.contiguous(), size, ctx.first, BLOCK=_BLOCK, num_warps=8
+        )
+        return logits, None, None
+
+
+def cross_entropy(
+    logits: Tensor, labels: Tensor, group: torch.distributed.ProcessGroup | None = None
+) -> Tensor:
+    """Return the cross-entropy of each token in nats, fp32, [...].
+
+    Args:
+        logits: [..., vocabulary, or this rank's part of it]; overwritten by the backward.
+        labels: [...], ids of the whole vocabulary.
+        group: the ranks that share the vocabulary, where there are several.
+    """
+    return _CrossEntropy.apply(logits.contiguous(), labels.contiguous(), group)
