@@ -5,8 +5,6 @@ import json
 import os
 import pickle
 import shutil
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -19,6 +17,7 @@ from kaiyuan.checkpoint.import_hf import import_hf
 from kaiyuan.checkpoint.load import INDEX, ModelTensors, TorchDistCheckpoint
 from kaiyuan.checkpoint.save import write_torch_dist
 from kaiyuan.errors import UserError
+from tests.conftest import one_line_error
 
 
 @pytest.fixture
@@ -206,7 +205,7 @@ def test_no_checkpoint(broken, tmp_path):
 
 
 def test_a_checkpoint_without_a_description(broken, tmp_path):
-    (broken.folder.parent.parent / "run.json").unlink()
+    (broken.folder.parent.parent / "manifest.json").unlink()
     with pytest.raises(UserError, match="give --model FILE and --vocab-size N"):
         describe_checkpoint(broken.folder)
     file = tmp_path / "model.json"  # JSON is YAML
@@ -263,10 +262,6 @@ def test_foreign_configurations_are_not_imported(change, message, hf, tmp_path):
 def test_the_command_line_says_it_in_one_line(broken, tmp_path):
     data = next(broken.folder.glob("*.distcp"))
     data.unlink()
-    command = [sys.executable, "-c", "from kaiyuan.cli import main; main()", "export"]
-    command += [str(broken.folder), "--output", str(tmp_path / "hf")]
-    out = subprocess.run(command, capture_output=True, text=True)
-    assert out.returncode == 2
-    assert out.stderr.count("\n") == 1
-    assert f"{data.name} is missing" in out.stderr
+    line = one_line_error("export", broken.folder, "--output", tmp_path / "hf")
+    assert f"{data.name} is missing" in line
     assert not (tmp_path / "hf").exists()
