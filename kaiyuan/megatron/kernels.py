@@ -37,7 +37,7 @@ def _weight_gradient(weight: Tensor, grad: Tensor) -> Tensor:
     if main_grad is None or not hasattr(weight, "grad_added_to_main_grad"):
         return grad.to(weight.dtype)
     main_grad.add_(grad)
-    weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+    weight.grad_added_to_main_grad = True
     return torch.empty_like(weight)
 
 
