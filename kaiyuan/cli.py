@@ -543,11 +543,17 @@ def _prompt_lines(file: str | None) -> list[str]:
 
 
 def main() -> None:
-    """Run the command line; a UserError becomes one line and exit code 2."""
+    """Run the command line; what a user can mend becomes one line and exit code 2."""
     try:
         app()
-    except UserError as error:
+    except (UserError, OSError) as error:
         if "--debug" in sys.argv[1:]:
             raise
-        typer.secho(f"kaiyuan: {error}", fg=typer.colors.RED, err=True)
+        # A file that cannot be read or written, where no better sentence was found for it.
+        text = f"{error.filename}: {error.strerror}" if _names_a_file(error) else str(error)
+        typer.secho(f"kaiyuan: {text}", fg=typer.colors.RED, err=True)
         sys.exit(2)
+
+
+def _names_a_file(error: BaseException) -> bool:
+    return isinstance(error, OSError) and bool(error.filename and error.strerror)
