@@ -549,11 +549,9 @@ def main() -> None:
     except (UserError, OSError) as error:
         if "--debug" in sys.argv[1:]:
             raise
-        # A file that cannot be read or written, where no better sentence was found for it.
-        text = f"{error.filename}: {error.strerror}" if _names_a_file(error) else str(error)
+        text = str(error)
+        if isinstance(error, OSError) and error.filename:
+            # A file that cannot be read or written, where no better sentence was found for it.
+            text = f"{error.filename}: {error.strerror}"
         typer.secho(f"kaiyuan: {text}", fg=typer.colors.RED, err=True)
         sys.exit(2)
-
-
-def _names_a_file(error: BaseException) -> bool:
-    return isinstance(error, OSError) and bool(error.filename and error.strerror)
