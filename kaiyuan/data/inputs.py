@@ -4,6 +4,7 @@ import glob
 import os
 import re
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from kaiyuan.errors import UserError
 # enough that a worker's memory is bounded by its longest documents.
 _BATCH_BYTES = 4 << 20
 _BATCH_ROWS = 4096
+_FOOTERS_AT_A_TIME = 16
 
 
 @dataclass(frozen=True)
@@ -83,10 +85,12 @@ def find_inputs(
             raise UserError(f"{path} is among the inputs twice")
         seen.add(path)
     shared = Path(os.path.commonpath([path.parent for path in paths]))
-    return [
-        _read_footer(path, path.relative_to(shared).as_posix(), text_column, rank_column)
-        for path in paths
-    ]
+
+    def read_footer(path: Path) -> InputFile:
+        return _read_footer(path, path.relative_to(shared).as_posix(), text_column, rank_column)
+
+    with ThreadPoolExecutor(_FOOTERS_AT_A_TIME) as pool:  # they may be far away
+        return list(pool.map(read_footer, paths))
 
 
 def read_rows(
