@@ -351,10 +351,10 @@ Checkpoint = Annotated[
 ]
 ModelFile = Annotated[
     Path | None,
-    typer.Option("--model", help="File of Megatron arguments, where there is no manifest."),
+    typer.Option("--model", help="File of Megatron arguments, where there is no run.json."),
 ]
 VocabSize = Annotated[
-    int | None, typer.Option(help="Entries of the vocabulary, where there is no manifest.")
+    int | None, typer.Option(help="Entries of the vocabulary, where there is no run.json.")
 ]
 TokenizerFolder = Annotated[
     Path | None, typer.Option("--tokenizer", help="Folder of the tokenizer, if not the run's own.")
