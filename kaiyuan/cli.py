@@ -351,10 +351,10 @@ Checkpoint = Annotated[
 ]
 ModelFile = Annotated[
     Path | None,
-    typer.Option("--model", help="File of Megatron arguments, where there is no manifest."),
+    typer.Option("--model", help="File of Megatron arguments, where there is no run.json."),
 ]
 VocabSize = Annotated[
-    int | None, typer.Option(help="Entries of the vocabulary, where there is no manifest.")
+    int | None, typer.Option(help="Entries of the vocabulary, where there is no run.json.")
 ]
 TokenizerFolder = Annotated[
     Path | None, typer.Option("--tokenizer", help="Folder of the tokenizer, if not the run's own.")
@@ -372,7 +372,7 @@ def export_checkpoint(
 ) -> None:
     """Write a checkpoint as a Hugging Face Qwen3ForCausalLM folder.
 
-    Example: kaiyuan export runs/toy --output exported/toy
+    Example: kaiyuan export toy/run --output exported
     """
     from kaiyuan.checkpoint.describe import describe_checkpoint
     from kaiyuan.checkpoint.export import export
@@ -390,7 +390,7 @@ def import_model(
 ) -> None:
     """Write a Hugging Face Qwen3ForCausalLM folder as a checkpoint that training starts from.
 
-    Example: kaiyuan import exported/toy --output imported/toy
+    Example: kaiyuan import exported --output imported
     """
     from kaiyuan.checkpoint.import_hf import import_hf
 
@@ -413,7 +413,7 @@ def average_checkpoints(
 ) -> None:
     """Write the mean of checkpoints of a run as a checkpoint; export and training take it.
 
-    Example: kaiyuan average runs/toy --last 8 --output averaged/toy
+    Example: kaiyuan average toy/run --last 2 --output averaged
     """
     from kaiyuan.checkpoint.average import average, choose
 
@@ -447,7 +447,7 @@ def generate_text(
 ) -> None:
     """Continue texts. A checkpoint is exported beside itself first, and that is kept.
 
-    Example: kaiyuan generate runs/toy --prompt "def main(" --max-new-tokens 32
+    Example: kaiyuan generate toy/run --prompt "def main(" --max-new-tokens 32
     """
     from kaiyuan.checkpoint.describe import describe_checkpoint
     from kaiyuan.generate import Sampling, exported, generate

@@ -18,6 +18,7 @@ from kaiyuan.checkpoint.import_hf import import_hf
 from kaiyuan.checkpoint.load import INDEX, ModelTensors, TorchDistCheckpoint
 from kaiyuan.checkpoint.save import write_torch_dist
 from kaiyuan.errors import UserError
+from kaiyuan.runfolder import RUN_FILE
 from tests.conftest import one_line_error
 
 
@@ -222,7 +223,7 @@ def test_no_checkpoint(broken, tmp_path):
 
 
 def test_a_checkpoint_without_a_description(broken, tmp_path):
-    (broken.folder.parent.parent / "manifest.json").unlink()
+    (broken.folder.parent.parent / RUN_FILE).unlink()
     with pytest.raises(UserError, match="give --model FILE and --vocab-size N"):
         describe_checkpoint(broken.folder)
     file = tmp_path / "model.json"  # JSON is YAML
