@@ -543,11 +543,15 @@ def _prompt_lines(file: str | None) -> list[str]:
 
 
 def main() -> None:
-    """Run the command line; a UserError becomes one line and exit code 2."""
+    """Run the command line; what a user can mend becomes one line and exit code 2."""
     try:
         app()
-    except UserError as error:
+    except (UserError, OSError) as error:
         if "--debug" in sys.argv[1:]:
             raise
-        typer.secho(f"kaiyuan: {error}", fg=typer.colors.RED, err=True)
+        text = str(error)
+        if isinstance(error, OSError) and error.filename:
+            # A file that cannot be read or written, where no better sentence was found for it.
+            text = f"{error.filename}: {error.strerror}"
+        typer.secho(f"kaiyuan: {text}", fg=typer.colors.RED, err=True)
         sys.exit(2)

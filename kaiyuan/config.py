@@ -27,6 +27,12 @@ from kaiyuan.errors import UserError
 
 # What kaiyuan/megatron is made for; pyproject.toml pins it.
 MEGATRON_VERSIONS = ("0.19.2",)
+# The arguments that kaiyuan/rank.py takes beside Megatron's: type and meaning.
+OWN_ARGUMENTS: dict[str, tuple[type, str]] = {
+    "phase_name": (str, "Name of the phase, for the records."),
+    "record_to": (str, "CSV file that gets one line an iteration."),
+    "max_loss_jump": (float, "Stop where the loss is so many nats above its recent median."),
+}
 ORDERS = ("file", "rank", "rank-desc")
 _PHASE_KEYS = ("order", "tokens", "max_samples")
 _ROOT = Path(__file__).parent
@@ -220,8 +226,8 @@ def option(key: str) -> str:
 
 def check_argument_name(key: str) -> None:
     """Raise a UserError with the nearest name where Megatron has no such argument."""
-    if option(key) not in argument_names():
-        known = [name[2:].replace("-", "_") for name in argument_names()]
+    known = [name[2:].replace("-", "_") for name in argument_names()] + list(OWN_ARGUMENTS)
+    if key.replace("-", "_") not in known:
         raise UserError(f"Megatron has no argument {key!r}{_nearest(key, known)}")
 
 

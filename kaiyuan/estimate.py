@@ -129,3 +129,31 @@ def checkpoint_bytes(arguments: Arguments) -> int:
     """Return the size of a checkpoint: weights, and master copy and two moments in fp32."""
     width = 2 if arguments.get("bf16") or arguments.get("fp16") else 4
     return num_parameters(arguments) * (width + 12)
+
+
+# Peak of dense bf16 matrix products in 10^12 operations a second, from NVIDIA's data sheets; the
+# first name that the GPU's name contains counts.
+_PEAKS = {
+    "B300": 2250.0,
+    "B200": 2250.0,
+    "GB200": 2500.0,
+    "H20": 148.0,
+    "H200": 989.4,
+    "GH200": 989.4,
+    "H100 NVL": 835.0,
+    "H100 PCIe": 756.0,
+    "H100": 989.4,
+    "H800": 989.4,
+    "A100": 312.0,
+    "A800": 312.0,
+    "L40S": 362.0,
+}
+
+
+def peak_tflops(gpu: str) -> float | None:
+    """Return the peak of a GPU in bf16 by its name, None where it is not known."""
+    words = gpu.replace("-", " ").split()
+    for name, peak in _PEAKS.items():
+        if all(word in words for word in name.split()):
+            return peak
+    return None

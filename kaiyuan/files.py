@@ -105,7 +105,10 @@ def atomic_folder(path: Path) -> Iterator[Path]:
         umask = os.umask(0)
         os.umask(umask)
         temporary.chmod(0o777 & ~umask)
-        temporary.replace(path)
+        try:
+            temporary.replace(path)
+        except OSError as error:
+            raise UserError(f"{path} was made by another process meanwhile") from error
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise

@@ -46,35 +46,33 @@ def preflight(
         UserError: something is wrong; the message has all that was found.
     """
     findings: list[str] = []
-    broken = [
-        phase.name
-        for phase in params.phases
-        if _found(findings, partial(converted_phase, phase, params, data))
-    ]
-    # With data that is broken the rest is checked on the assumed tokens.
-    try:
-        plan = make_plan(params, None if broken else data)
-        chosen = chosen_phases(plan, only)
-    except UserError as error:
-        raise UserError(_sentence([*findings, str(error)])) from None
-    for phase in chosen:
-        if phase.data is None and not broken:
-            findings.append(f"{data / phase.name} is not converted yet: run kaiyuan convert first")
+    for phase in params.phases:
+        _found(findings, partial(converted_phase, phase, params, data))
+    plan = None
+    if not findings:
+        try:
+            plan = make_plan(params, data)
+            missing = [phase for phase in chosen_phases(plan, only) if phase.data is None]
+            findings += [f"{data / phase.name} is not converted yet" for phase in missing]
+        except UserError as error:
+            findings.append(str(error))
+    # Without usable data the rest is checked on the tokens that data.yaml assumes.
+    plan = plan or make_plan(params)
     checks: list[Callable[[], object]] = [
-        lambda: check_layout(plan, nodes),
-        lambda: _check_gpus(nodes),
+        partial(check_layout, plan, nodes),
+        partial(_check_gpus, nodes),
         _check_versions,
-        lambda: _check_tokenizer(plan, tokenizer),
-        lambda: _check_output(run),
-        lambda: _check_disk(plan, run),
-        lambda: _check_arguments(plan, run, nodes),
+        partial(_check_tokenizer, plan, tokenizer),
+        partial(_check_output, run),
+        partial(_check_disk, plan, run),
+        partial(_check_arguments, plan, run, nodes),
     ]
-    if hashes and not broken:
-        checks += [partial(_check_hashes, phase) for phase in chosen]
+    if hashes:
+        checks += [partial(_check_hashes, phase) for phase in plan.phases]
     for check in checks:
         _found(findings, check)
     if findings:
-        raise UserError(_sentence(findings))
+        raise UserError(_sentence(list(dict.fromkeys(findings))))
     return plan
 
 

@@ -64,7 +64,7 @@ def latest_step(run: Path) -> int:
     tracker = run / CHECKPOINTS / TRACKER
     try:
         text = tracker.read_text().strip()
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return 0
     if not text.isdigit():
         raise UserError(f"{tracker} should hold a number, not {text!r}")

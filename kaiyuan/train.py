@@ -131,6 +131,8 @@ def phase_arguments(phase: PhasePlan, data: Path, run: Path) -> list[str]:
     if phase.first_step:
         argv.append("--exit-on-missing-checkpoint")
     argv += ["--record-to", str(run / "loss.csv")]
+    if "--data-cache-path" not in argv:
+        argv += ["--data-cache-path", str(run / "cache")]
     if "--tensorboard-dir" not in argv:
         argv += ["--tensorboard-dir", str(run / "tensorboard")]
     return argv
@@ -191,6 +193,8 @@ def _run_phase(
 
 def _environment(nodes: Nodes) -> dict[str, str]:
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    # W&B is used where wandb_project is given, and then sends nothing unless asked to.
+    environment.setdefault("WANDB_MODE", "offline")
     threads = max(1, (os.cpu_count() or 1) // nodes.processes)
     environment.setdefault("OMP_NUM_THREADS", str(threads))
     if nodes.processes * nodes.nodes == 1:

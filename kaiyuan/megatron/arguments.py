@@ -13,6 +13,7 @@ from megatron.core.num_microbatches_calculator import destroy_num_microbatches_c
 from megatron.training.arguments import add_megatron_arguments, parse_and_validate_args
 from megatron.training.global_vars import destroy_global_vars
 
+from kaiyuan.config import OWN_ARGUMENTS, option
 from kaiyuan.errors import UserError
 from kaiyuan.megatron import cpu
 
@@ -28,8 +29,8 @@ CPU_ARGUMENTS = (
 def add_own_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add the arguments that our entry point has beside Megatron's."""
     group = parser.add_argument_group(title="kaiyuan")
-    group.add_argument("--phase-name", default="phase", help="Name of the phase, for the records.")
-    group.add_argument("--record-to", help="CSV file that gets one line an iteration.")
+    for name, (kind, text) in OWN_ARGUMENTS.items():
+        group.add_argument(option(name), type=kind, help=text)
     return parser
 
 

@@ -86,7 +86,7 @@ def measured(*arguments):
     out = subprocess.run(
         [sys.executable, "-c", code, *map(str, arguments)],
         check=True,
-        capture_output=True,
+        stdout=subprocess.PIPE,
         text=True,
     )
     seconds, peak = time.monotonic() - start, int(out.stdout.split()[-1]) * 1024

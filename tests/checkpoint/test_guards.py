@@ -9,6 +9,7 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from kaiyuan.checkpoint.describe import TRACKER, describe_checkpoint
 from kaiyuan.checkpoint.export import export
@@ -116,7 +117,23 @@ def test_a_missing_part(broken, tmp_path):
         index.state_dict_metadata["decoder.layers.mlp.linear_fc1.weight"].chunks.pop()
 
     edit_index(broken.folder, drop)
-    refuses(broken, tmp_path, "the parts of decoder.layers.mlp.linear_fc1.weight hold")
+    refuses(broken, tmp_path, "the parts of decoder.layers.mlp.linear_fc1.weight do not make up")
+
+
+def test_a_part_in_the_place_of_another(broken, tmp_path):
+    def move(index):
+        """Give the gate of layer 0 once more in the place of its upper half."""
+        name = "decoder.layers.mlp.linear_fc1.weight"
+        gate, up = index.state_dict_metadata[name].chunks[:2]
+        assert tuple(up.offsets) == (0, 200, 0)
+        (place,) = (
+            v for k, v in index.storage_data.items() if (k.fqn, k.offset) == (name, gate.offsets)
+        )
+        up.offsets = torch.Size([0, 100, 0])
+        index.storage_data[MetadataIndex(name, up.offsets)] = place
+
+    edit_index(broken.folder, move)
+    refuses(broken, tmp_path, "the parts of decoder.layers.mlp.linear_fc1.weight do not make up")
 
 
 @pytest.mark.parametrize("key", ["num_layers", "ffn_hidden_size", "num_query_groups"])
