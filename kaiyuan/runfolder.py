@@ -49,6 +49,7 @@ _LAYOUT = {
     "wandb_save_dir",
     "iterations_to_skip",
     "max_loss_jump",
+    "rerun_mode",
     # These follow from the steps of the phases, which are compared themselves.
     "train_samples",
     "phase_transition_iterations",
