@@ -172,6 +172,7 @@ def _describe_phase(phase: PhasePlan) -> dict[str, Any]:
     return {
         "name": phase.name,
         "content_hash": phase.data.content_hash if phase.data else None,
+        "rows": phase.data.manifest["counts"]["rows"] if phase.data else None,
         "documents": phase.data.num_documents if phase.data else None,
         "tokens": phase.tokens,
         "samples": phase.samples,
