@@ -351,10 +351,10 @@ Checkpoint = Annotated[
 ]
 ModelFile = Annotated[
     Path | None,
-    typer.Option("--model", help="File of Megatron arguments, where there is no manifest."),
+    typer.Option("--model", help="File of Megatron arguments, where there is no run.json."),
 ]
 VocabSize = Annotated[
-    int | None, typer.Option(help="Entries of the vocabulary, where there is no manifest.")
+    int | None, typer.Option(help="Entries of the vocabulary, where there is no run.json.")
 ]
 TokenizerFolder = Annotated[
     Path | None, typer.Option("--tokenizer", help="Folder of the tokenizer, if not the run's own.")
@@ -372,7 +372,7 @@ def export_checkpoint(
 ) -> None:
     """Write a checkpoint as a Hugging Face Qwen3ForCausalLM folder.
 
-    Example: kaiyuan export runs/toy --output exported/toy
+    Example: kaiyuan export toy/run --output exported
     """
     from kaiyuan.checkpoint.describe import describe_checkpoint
     from kaiyuan.checkpoint.export import export
@@ -390,7 +390,7 @@ def import_model(
 ) -> None:
     """Write a Hugging Face Qwen3ForCausalLM folder as a checkpoint that training starts from.
 
-    Example: kaiyuan import exported/toy --output imported/toy
+    Example: kaiyuan import exported --output imported
     """
     from kaiyuan.checkpoint.import_hf import import_hf
 
@@ -413,7 +413,7 @@ def average_checkpoints(
 ) -> None:
     """Write the mean of checkpoints of a run as a checkpoint; export and training take it.
 
-    Example: kaiyuan average runs/toy --last 8 --output averaged/toy
+    Example: kaiyuan average toy/run --last 2 --output averaged
     """
     from kaiyuan.checkpoint.average import average, choose
 
@@ -447,7 +447,7 @@ def generate_text(
 ) -> None:
     """Continue texts. A checkpoint is exported beside itself first, and that is kept.
 
-    Example: kaiyuan generate runs/toy --prompt "def main(" --max-new-tokens 32
+    Example: kaiyuan generate toy/run --prompt "def main(" --max-new-tokens 32
     """
     from kaiyuan.checkpoint.describe import describe_checkpoint
     from kaiyuan.generate import Sampling, exported, generate
@@ -483,7 +483,7 @@ def compare(
     text: Annotated[str, typer.Option(help="Text whose logits are compared.")] = (
         "def mean(values):\n    return sum(values) / len(values)\n"
     ),
-) -> None:
+) -> float:
     """Compare the logits of a checkpoint, in Megatron, with those of its export, in transformers.
 
     Example: kaiyuan compare toy/run toy/model
@@ -496,6 +496,7 @@ def compare(
     ids = Tokenizer.from_file(str(exported / "tokenizer.json")).encode(text).ids
     difference = compare_logits(describe_checkpoint(checkpoint), exported, [ids])
     typer.echo(f"largest difference of the logits of {len(ids)} tokens: {difference:.2e}")
+    return difference
 
 
 @app.command()
@@ -543,11 +544,15 @@ def _prompt_lines(file: str | None) -> list[str]:
 
 
 def main() -> None:
-    """Run the command line; a UserError becomes one line and exit code 2."""
+    """Run the command line; what a user can mend becomes one line and exit code 2."""
     try:
         app()
-    except UserError as error:
+    except (UserError, OSError) as error:
         if "--debug" in sys.argv[1:]:
             raise
-        typer.secho(f"kaiyuan: {error}", fg=typer.colors.RED, err=True)
+        text = str(error)
+        if isinstance(error, OSError) and error.filename:
+            # A file that cannot be read or written, where no better sentence was found for it.
+            text = f"{error.filename}: {error.strerror}"
+        typer.secho(f"kaiyuan: {text}", fg=typer.colors.RED, err=True)
         sys.exit(2)

@@ -65,7 +65,7 @@ def latest_step(run: Path) -> int:
     tracker = run / CHECKPOINTS / TRACKER
     try:
         text = tracker.read_text().strip()
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return 0
     if not text.isdigit():
         raise UserError(f"{tracker} should hold a number, not {text!r}")
@@ -173,6 +173,7 @@ def _describe_phase(phase: PhasePlan) -> dict[str, Any]:
     return {
         "name": phase.name,
         "content_hash": phase.data.content_hash if phase.data else None,
+        "rows": phase.data.manifest["counts"]["rows"] if phase.data else None,
         "documents": phase.data.num_documents if phase.data else None,
         "tokens": phase.tokens,
         "samples": phase.samples,

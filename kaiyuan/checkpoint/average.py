@@ -79,7 +79,7 @@ def average(
         chosen: iterations; see :func:`choose`.
         output: the folder to make.
         decay: see :func:`weights_of`.
-        description: as for ``describe_checkpoint``, where there is no manifest.
+        description: as for ``describe_checkpoint``, where there is no run.json.
 
     Returns:
         The manifest of the new checkpoint.

@@ -28,6 +28,19 @@ def _num_sms(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
+def _weight_gradient(weight: Tensor, grad: Tensor) -> Tensor:
+    """Return a gradient in fp32 as the weight's; or add it where Megatron accumulates in fp32.
+
+    Megatron's linear layers do the same: what they return then is never read.
+    """
+    main_grad = getattr(weight, "main_grad", None)
+    if main_grad is None or not hasattr(weight, "grad_added_to_main_grad"):
+        return grad.to(weight.dtype)
+    main_grad.add_(grad)
+    weight.grad_added_to_main_grad = True
+    return torch.empty_like(weight)
+
+
 # ---- RMSNorm ----
 
 
@@ -107,7 +120,7 @@ def _norm_backward(
         BLOCK=triton.next_power_of_2(size),
         num_warps=4,
     )
-    return x_grad, weight_grad.sum(0).to(weight.dtype)
+    return x_grad, _weight_gradient(weight, weight_grad.sum(0))
 
 
 class _RMSNorm(Function):
@@ -393,8 +406,8 @@ class _QueriesKeysValues(Function):
         if partial is not None:
             sums = partial.sum((0, 1))
             weight_grads = (
-                sums[:per_group].sum(0).to(query_weight.dtype),
-                sums[per_group].to(key_weight.dtype),
+                _weight_gradient(query_weight, sums[:per_group].sum(0)),
+                _weight_gradient(key_weight, sums[per_group]),
             )
         return mixed_grad, *weight_grads, None, None, None, None
 

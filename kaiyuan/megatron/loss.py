@@ -53,6 +53,26 @@ def cross_entropy(
 
         return loss_kernels.cross_entropy(logits, labels, group)
     if group is not None:
-        return vocab_parallel_cross_entropy(logits, labels, tp_group=group)
+        # It views the labels as one row, which a transposed tensor does not allow.
+        return vocab_parallel_cross_entropy(logits, labels.contiguous(), tp_group=group)
     losses = F.cross_entropy(logits.flatten(0, -2).float(), labels.flatten(), reduction="none")
     return losses.view(labels.shape)
+
+
+def merge(lse: Tensor, target: Tensor, group: torch.distributed.ProcessGroup) -> Tensor:
+    """Put together what the ranks found in their parts of the vocabulary.
+
+    Args:
+        lse: log of the sum of the exponentials of this rank's logits.
+        target: the label's logit on the rank that has it, 0 on the others; summed in place.
+        group: the ranks.
+
+    Returns:
+        The log of the sum over the whole vocabulary.
+    """
+    highest = lse.clone()
+    torch.distributed.all_reduce(highest, op=torch.distributed.ReduceOp.MAX, group=group)
+    sums = torch.stack([(lse - highest).exp(), target])
+    torch.distributed.all_reduce(sums, group=group)
+    target.copy_(sums[1])
+    return highest + sums[0].log()

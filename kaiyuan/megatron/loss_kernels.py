@@ -13,6 +13,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from kaiyuan.megatron import loss
+
 _BLOCK = 8192
 
 
@@ -46,16 +48,6 @@ def _backward(logits_ptr, labels_ptr, lse_ptr, grad_ptr, size, first, BLOCK: tl.
     tl.store(start + cols, grad * tl.load(grad_ptr + row).to(tl.float32), mask=mask)
 
 
-def _merge(lse: Tensor, target: Tensor, group: torch.distributed.ProcessGroup) -> Tensor:
-    """Sum both over the ranks, each of which holds a part of the vocabulary; return the lse."""
-    highest = lse.clone()
-    torch.distributed.all_reduce(highest, op=torch.distributed.ReduceOp.MAX, group=group)
-    sums = torch.stack([(lse - highest).exp(), target])
-    torch.distributed.all_reduce(sums, group=group)
-    target.copy_(sums[1])
-    return highest + sums[0].log()
-
-
 class _CrossEntropy(Function):
     @staticmethod
     def forward(
@@ -69,7 +61,7 @@ class _CrossEntropy(Function):
             logits, labels, lse, target, size, first, BLOCK=_BLOCK, num_warps=8
         )
         if group is not None:
-            lse = _merge(lse, target, group)
+            lse = loss.merge(lse, target, group)
         ctx.save_for_backward(labels, lse)
         ctx.logits = logits  # not saved with the others: the backward overwrites it
         ctx.first = first

@@ -16,6 +16,7 @@ from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writ
 from kaiyuan.errors import UserError
 from kaiyuan.estimate import flops_per_token, peak_tflops
 from kaiyuan.files import atomic_write
+from kaiyuan.rank import MARK
 
 COLUMNS = (
     "iteration",
@@ -97,6 +98,10 @@ class _Recorder:
         )
         with self.path.open("a", newline="", encoding="utf-8") as stream:
             csv.writer(stream).writerow(row)
+        if iteration % self.args.log_interval == 0:
+            rate = f"learning rate {learning_rate or 0:.2e}"
+            steps = self.args.train_iters
+            print(f"{MARK}step {iteration:,} of {steps:,}: loss {loss:.4f}, {rate}", flush=True)
         self._track(iteration, {**speed, "phase_samples": position})
         self._check_jump(iteration, loss)
         self.losses.append(loss)

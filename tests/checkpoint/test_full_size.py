@@ -17,6 +17,7 @@ from kaiyuan.checkpoint.describe import TRACKER, CheckpointInfo, iteration_folde
 from kaiyuan.checkpoint.hf_config import sizes_of
 from kaiyuan.checkpoint.save import write_torch_dist
 from kaiyuan.files import write_manifest
+from kaiyuan.runfolder import RUN_FILE
 
 pytestmark = pytest.mark.slow
 
@@ -65,7 +66,7 @@ def big_run(tmp_path_factory, tokenizer):
         iteration_folder(checkpoints, number + 1).symlink_to(original)
     (checkpoints / TRACKER).write_text("8")
     body = {"model": MODEL, "vocab_size": VOCAB, "tokenizer": str(tokenizer)}
-    write_manifest(run, "run", body)
+    write_manifest(run, "run", body, RUN_FILE)
     yield run
     shutil.rmtree(run)
 
@@ -86,7 +87,7 @@ def measured(*arguments):
     out = subprocess.run(
         [sys.executable, "-c", code, *map(str, arguments)],
         check=True,
-        capture_output=True,
+        stdout=subprocess.PIPE,
         text=True,
     )
     seconds, peak = time.monotonic() - start, int(out.stdout.split()[-1]) * 1024
