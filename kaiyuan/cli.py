@@ -469,7 +469,7 @@ def compare(
     text: Annotated[str, typer.Option(help="Text whose logits are compared.")] = (
         "def mean(values):\n    return sum(values) / len(values)\n"
     ),
-) -> None:
+) -> float:
     """Compare the logits of a checkpoint, in Megatron, with those of its export, in transformers.
 
     Example: kaiyuan compare toy/run toy/model
@@ -482,6 +482,7 @@ def compare(
     ids = Tokenizer.from_file(str(exported / "tokenizer.json")).encode(text).ids
     difference = compare_logits(describe_checkpoint(checkpoint), exported, [ids])
     typer.echo(f"largest difference of the logits of {len(ids)} tokens: {difference:.2e}")
+    return difference
 
 
 app.command()(cli_models.evaluate)

@@ -1,5 +1,6 @@
 """Everything that can be found wrong with a training before a GPU is held, all at once."""
 
+import contextlib
 import importlib.metadata
 import json
 import os
@@ -158,7 +159,9 @@ def _check_output(run: Path) -> None:
 def _check_disk(plan: Plan, run: Path) -> None:
     """Compare the free space with the checkpoints that are still to come."""
     place = _existing(run)
-    done = latest_step(run)
+    done = 0
+    with contextlib.suppress(UserError):  # a tracker that was cut short is mended later
+        done = latest_step(run)
     to_come = len([step for step in kept_checkpoints(plan) if step > done]) + 1
     needed = to_come * checkpoint_bytes(plan.phases[0].arguments)
     free = shutil.disk_usage(place).free

@@ -49,6 +49,7 @@ _LAYOUT = {
     "wandb_save_dir",
     "iterations_to_skip",
     "max_loss_jump",
+    "rerun_mode",
     # These follow from the steps of the phases, which are compared themselves.
     "train_samples",
     "phase_transition_iterations",
@@ -172,6 +173,7 @@ def _describe_phase(phase: PhasePlan) -> dict[str, Any]:
     return {
         "name": phase.name,
         "content_hash": phase.data.content_hash if phase.data else None,
+        "rows": phase.data.manifest["counts"]["rows"] if phase.data else None,
         "documents": phase.data.num_documents if phase.data else None,
         "tokens": phase.tokens,
         "samples": phase.samples,

@@ -12,8 +12,10 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import IO
 
 from rich.console import Console
 
@@ -157,7 +159,7 @@ def _run_phase(
     log.parent.mkdir(exist_ok=True)
     environment = _environment(nodes)
     command = [*nodes.command(), *phase_arguments(phase, data, run)]
-    error = None
+    errors: list[str] = []
     with log.open("a", encoding="utf-8") as out:
         print("$", *command, file=out, flush=True)
         child = subprocess.Popen(
@@ -169,19 +171,18 @@ def _run_phase(
             env=environment,
             pass_fds=[lock],
             start_new_session=True,  # Ctrl-C reaches it as the signal that saves
+            preexec_fn=_ignore_sigterm if nodes.processes * nodes.nodes > 1 else None,
         )
         with _signals_to(child, nodes) as signals:
-            assert child.stdout is not None
-            for line in child.stdout:
-                out.write(line)
-                out.flush()
-                if line.startswith(ERROR_MARK):
-                    error = error or line.removeprefix(ERROR_MARK).strip()
-                elif line.startswith(MARK):
-                    console.print(" ", line.removeprefix(MARK).rstrip(), highlight=False)
+            # Not until the pipe is closed: what a killed rank had started may hold it open.
+            reader = threading.Thread(target=_show, args=(child, out, console, errors), daemon=True)
+            reader.start()
             code = child.wait()
-    if error:
-        raise UserError(f"{error} (the log is {log})")
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+            reader.join(timeout=5)
+    if errors:
+        raise UserError(f"{errors[0]} (the log is {log})")
     if code and signals:
         raise UserError(
             f"{phase.name} was stopped before it could save; the last checkpoint is of step "
@@ -191,10 +192,32 @@ def _run_phase(
         raise UserError(f"{phase.name} failed with exit code {code}; the log is {log}")
 
 
+def _show(child: subprocess.Popen[str], log: IO[str], console: Console, errors: list[str]) -> None:
+    """Copy what the processes print to the log, and what is meant for people to the console."""
+    assert child.stdout is not None
+    for line in child.stdout:
+        if log.closed:
+            return
+        log.write(line)
+        log.flush()
+        if line.startswith(ERROR_MARK):
+            errors.append(line.removeprefix(ERROR_MARK).strip())
+        elif line.startswith(MARK):
+            console.print(" ", line.removeprefix(MARK).rstrip(), highlight=False)
+
+
+def _ignore_sigterm() -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
 def _environment(nodes: Nodes) -> dict[str, str]:
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
     # W&B is used where wandb_project is given, and then sends nothing unless asked to.
     environment.setdefault("WANDB_MODE", "offline")
+    # Torchrun kills its ranks 30 seconds after a SIGTERM, which Slurm sends to all processes; a
+    # save takes longer. The ranks end by themselves, and torchrun after them.
+    for name in ("PET_SIGNALS_TO_HANDLE", "TORCHELASTIC_SIGNALS_TO_HANDLE"):
+        environment[name] = "SIGQUIT"
     threads = max(1, (os.cpu_count() or 1) // nodes.processes)
     environment.setdefault("OMP_NUM_THREADS", str(threads))
     if nodes.processes * nodes.nodes == 1:
@@ -220,7 +243,7 @@ def _signals_to(child: subprocess.Popen[str], nodes: Nodes) -> Iterator[list[int
     def forward(number: int, _: object) -> None:
         came.append(number)
         last = signal.SIGTERM if len(came) == 1 else signal.SIGKILL
-        # The ranks themselves: torchrun would kill them after 30 seconds, in the midst of a save.
+        # The ranks themselves; torchrun ignores it, see _environment.
         ranks = _children(child.pid) if nodes.processes * nodes.nodes > 1 else []
         for process in ranks or [child.pid]:
             with contextlib.suppress(ProcessLookupError):

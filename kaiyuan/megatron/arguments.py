@@ -17,7 +17,8 @@ from kaiyuan.config import OWN_ARGUMENTS, option
 from kaiyuan.errors import UserError
 from kaiyuan.megatron import cpu
 
-# What Megatron's defaults take for granted and a CPU cannot give.
+# What Megatron's defaults take for granted and a CPU cannot give; they stand before the run's own
+# arguments, which may say otherwise. Loader workers are not worth their start here.
 CPU_ARGUMENTS = (
     "--distributed-backend=gloo",
     "--use-cpu-initialization",
@@ -88,7 +89,7 @@ def refused(phases: dict[str, list[str]]) -> dict[str, str]:
         destroy_global_vars()
         destroy_num_microbatches_calculator()
         try:
-            parse([*argv, *CPU_ARGUMENTS] if cpu.is_active() else argv)
+            parse([*CPU_ARGUMENTS, *argv] if cpu.is_active() else argv)
         except UserError as error:
             reasons[name] = str(error)
     return reasons

@@ -102,7 +102,7 @@ provide_datasets.is_distributed = True  # type: ignore[attr-defined]
 def run(argv: Sequence[str]) -> None:
     """Train with these Megatron arguments."""
     if cpu.is_active():
-        argv = [*argv, *arguments.CPU_ARGUMENTS]
+        argv = [*arguments.CPU_ARGUMENTS, *argv]
     else:
         fallbacks.install()
     mends.install()
