@@ -57,6 +57,13 @@ def test_the_text_is_that_of_generate(demo, address):
     assert answer["choices"][0]["text"] == json.loads(done.stdout)[0]["text"]
     assert answer["choices"][0]["finish_reason"] == "length"
     assert answer["usage"]["completion_tokens"] == 16
+    # The docs' way to sample; so hot that the likeliest text does not come by chance.
+    choice = {"do_sample": True, "temperature": 5.0, "max_new_tokens": 16, "eos_token_id": 8191}
+    sampled = ask(
+        f"{address}/v1/completions",
+        {"prompt": PROMPT, "generation_config": json.dumps(choice), "seed": 1},
+    )
+    assert sampled["choices"][0]["text"] not in ("", answer["choices"][0]["text"])
     with pytest.raises(urllib.error.HTTPError, match="400"):
         ask(f"{address}/v1/completions", body | {"model": "another"})
 
