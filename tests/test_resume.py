@@ -10,9 +10,9 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from kaiyuan.megatron.dataset import OrderedDataset
 
 from kaiyuan.config import load_params
+from kaiyuan.data.samples import OrderedDataset
 from kaiyuan.errors import UserError
 from kaiyuan.plan import make_plan
 from kaiyuan.runfolder import TRACKER, latest_step, record, recorded, settle_checkpoints
