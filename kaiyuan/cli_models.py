@@ -113,5 +113,4 @@ def serve(
     from kaiyuan.serve import serve as verb
 
     folder, _ = model_folder(checkpoint, model, vocab_size, tokenizer)
-    typer.echo(f"serving http://{host}:{port}/v1/completions, model {folder}", err=True)
     verb(folder, host, port)

@@ -24,7 +24,9 @@ def serve(hf_folder: Path, host: str, port: int) -> None:
     Raises:
         UserError: neither server is installed.
     """
+    announcement = f"serving http://{host}:{port}/v1/completions, model {hf_folder}"
     if importlib.util.find_spec("vllm") is not None:
+        print(announcement, file=sys.stderr, flush=True)
         command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(hf_folder)]
         os.execv(sys.executable, [*command, "--host", host, "--port", str(port)])
     missing = [n for n in ("fastapi", "uvicorn", "openai") if importlib.util.find_spec(n) is None]
@@ -35,4 +37,5 @@ def serve(hf_folder: Path, host: str, port: int) -> None:
         )
     from transformers.cli.serve import Serve
 
+    print(announcement, file=sys.stderr)
     Serve(force_model=str(hf_folder), host=host, port=port)
