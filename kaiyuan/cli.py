@@ -10,7 +10,8 @@ from typing import Annotated, Literal
 
 import typer
 
-from kaiyuan import __version__
+from kaiyuan import __version__, cli_models
+from kaiyuan.cli_models import CheckpointOrExported, ModelFile, TokenizerFolder, VocabSize
 from kaiyuan.errors import UserError
 
 app = typer.Typer(
@@ -349,16 +350,6 @@ def train(
 Checkpoint = Annotated[
     Path, typer.Argument(help="A run, its checkpoints folder, or one iteration's folder.")
 ]
-ModelFile = Annotated[
-    Path | None,
-    typer.Option("--model", help="File of Megatron arguments, where there is no run.json."),
-]
-VocabSize = Annotated[
-    int | None, typer.Option(help="Entries of the vocabulary, where there is no run.json.")
-]
-TokenizerFolder = Annotated[
-    Path | None, typer.Option("--tokenizer", help="Folder of the tokenizer, if not the run's own.")
-]
 
 
 @app.command("export")
@@ -428,9 +419,7 @@ def average_checkpoints(
 
 @app.command("generate")
 def generate_text(
-    checkpoint: Annotated[
-        Path, typer.Argument(help="A run, an iteration's folder, or an exported model.")
-    ],
+    checkpoint: CheckpointOrExported,
     prompt: Annotated[list[str] | None, typer.Option(help="Text to continue; repeatable.")] = None,
     prompt_file: Annotated[
         str | None, typer.Option(help="File with a prompt a line; - is the standard input.")
@@ -449,13 +438,10 @@ def generate_text(
 
     Example: kaiyuan generate toy/run --prompt "def main(" --max-new-tokens 32
     """
-    from kaiyuan.checkpoint.describe import describe_checkpoint
-    from kaiyuan.generate import Sampling, exported, generate
+    from kaiyuan.generate import Sampling, generate, model_folder
 
     prompts = [*(prompt or []), *_prompt_lines(prompt_file)]
-    folder = checkpoint
-    if not (checkpoint / "config.json").is_file():
-        folder = exported(describe_checkpoint(checkpoint, model, vocab_size, tokenizer))
+    folder, _ = model_folder(checkpoint, model, vocab_size, tokenizer)
     streamed = len(prompts) == 1 and not as_json
     if streamed:
         typer.echo(prompts[0], nl=False)
@@ -497,6 +483,9 @@ def compare(
     difference = compare_logits(describe_checkpoint(checkpoint), exported, [ids])
     typer.echo(f"largest difference of the logits of {len(ids)} tokens: {difference:.2e}")
     return difference
+
+
+app.command()(cli_models.evaluate)
 
 
 @app.command()
