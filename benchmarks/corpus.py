@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 SHARES = {"zh": 0.25, "en": 0.35, "code": 0.40}
-_FILE_BYTES, _GROUP_BYTES = 64 << 20, 8 << 20
+_FILE_BYTES, _GROUP_BYTES = 32 << 20, 8 << 20
 
 
 def chinese() -> Iterator[str]:

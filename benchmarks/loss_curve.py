@@ -1,8 +1,9 @@
-"""Train gpt_smoke for 300 steps twice over, with our kernels and with plain operations.
+"""Train a model for 300 steps twice over, with our kernels and with plain operations.
 
     python benchmarks/loss_curve.py --seeds 1234 1235 --output curves.csv
 
-Needs one CUDA device. Both train on the same text, the Python sources of the standard library and
+Meant for one CUDA device (the plain operations need 45 GiB for gpt_smoke), one training after the
+other. On a CPU, with --model toy, both are plain and only this program is tried. Both train on the same text, the Python sources of the standard library and
 of the installed packages, cut into words and signs that are numbered as they first appear. A seed
 sets the initial weights and where in the text each step reads. The kernels are right if the two
 losses of one seed are nearer to each other than those of two seeds.
@@ -20,13 +21,11 @@ from typing import Any
 
 import train as bench
 
-SEQUENCE = 4096
-VOCABULARY = 150_000  # the rarer words become one
-
 
 def main() -> None:
     """Train all, or be one of the trainings."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--model", default="gpt_smoke")
     parser.add_argument("--seeds", nargs="+", type=int, default=[1234, 1235])
     parser.add_argument("--paths", nargs="+", default=["ours", "plain"])
     parser.add_argument("--steps", type=int, default=300)
@@ -44,32 +43,21 @@ def main() -> None:
 
 
 def train_all(args: argparse.Namespace) -> None:
-    """Run the trainings side by side and compare their losses."""
-    children = {}
+    """Run the trainings one after another and compare their losses."""
+    curves = {}
     for number, (path, seed) in enumerate((p, s) for s in args.seeds for p in args.paths):
         command = [sys.executable, __file__, "--worker", path, "--seeds", str(seed)]
-        command += ["--steps", str(args.steps), "--tokens", str(args.tokens)]
-        command += ["--batch", str(args.batch)]
-        environment = os.environ | {
-            "PYTHONPATH": f"{bench.ROOT}:{os.environ.get('PYTHONPATH', '')}",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(21000 + os.getpid() % 10000 + number),
-            "RANK": "0",
-            "WORLD_SIZE": "1",
-            "LOCAL_RANK": "0",
-            "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-        }
-        log = args.output.with_name(f"{path}-{seed}.log").open("w")
-        children[path, seed] = subprocess.Popen(
-            command, env=environment, stdout=subprocess.PIPE, stderr=log, text=True
-        )
-    curves = {}
-    for key, child in children.items():
-        out, _ = child.communicate()
-        lines = [line.split()[1:] for line in out.splitlines() if line.startswith("LOSSES")]
-        if not lines:
-            sys.exit(f"{key} failed: see its log beside {args.output}")
-        curves[key] = [float(loss) for loss in lines[0]]
+        for name in ("model", "steps", "tokens", "batch"):
+            command += [f"--{name}", str(getattr(args, name))]
+        environment = os.environ | bench.single_process(number)
+        log = args.output.with_name(f"{path}-{seed}.log")
+        with log.open("w") as out:
+            subprocess.run(command, env=environment, stdout=out, stderr=out)
+        found = [x.split()[1:] for x in log.read_text().splitlines() if x.startswith("LOSSES")]
+        if not found:
+            sys.exit(f"the training {path} with seed {seed} failed: see {log}")
+        curves[path, seed] = [float(loss) for loss in found[0]]
+        print(f"{path}, seed {seed}: {args.steps} steps", flush=True)
     with args.output.open("w") as out_file:
         print("step", *(f"{p}-{s}" for p, s in curves), sep=",", file=out_file)
         for step, row in enumerate(zip(*curves.values(), strict=True), 1):
@@ -99,8 +87,11 @@ def distance(a: list[float], b: list[float]) -> str:
     return f"mean {statistics.mean(half):+.5f}, absolute {statistics.mean(map(abs, half)):.5f}"
 
 
-def read_tokens(count: int) -> Any:
-    """Return the first tokens of the Python sources that are installed, int64."""
+def read_tokens(count: int, vocabulary: int) -> Any:
+    """Return the first tokens of the Python sources that are installed, int64.
+
+    The words that come when the vocabulary is full are token 0.
+    """
     import numpy as np
 
     folders = [sysconfig.get_paths()[name] for name in ("stdlib", "purelib")]
@@ -109,7 +100,9 @@ def read_tokens(count: int) -> Any:
     tokens: list[int] = []
     for path in files:
         words = re.findall(r"\w+|\s+|[^\w\s]", path.read_text(errors="ignore"))
-        tokens += [ids.setdefault(w, len(ids)) if len(ids) < VOCABULARY else 0 for w in words]
+        tokens += [
+            ids.setdefault(w, len(ids)) if len(ids) < vocabulary else ids.get(w, 0) for w in words
+        ]
         if len(tokens) >= count:
             break
     return np.array(tokens[:count])
@@ -124,7 +117,9 @@ def work(args: argparse.Namespace) -> None:
     from kaiyuan.megatron import pretrain
 
     seed = args.seeds[0]
-    text = torch.from_numpy(read_tokens(args.tokens))
+    params = load_params(args.model)
+    length = params.model["seq_length"]
+    text = torch.from_numpy(read_tokens(args.tokens, params.model["vocab_size"]))
 
     class Samples(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         def __len__(self) -> int:
@@ -132,13 +127,13 @@ def work(args: argparse.Namespace) -> None:
 
         def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
             generator = torch.Generator().manual_seed(seed * 1_000_003 + index)
-            start = int(torch.randint(len(text) - SEQUENCE - 1, (1,), generator=generator))
-            stream = text[start : start + SEQUENCE + 1]
+            start = int(torch.randint(len(text) - length - 1, (1,), generator=generator))
+            stream = text[start : start + length + 1]
             return {
                 "tokens": stream[:-1].clone(),
                 "labels": stream[1:].clone(),
-                "loss_mask": torch.ones(SEQUENCE),
-                "position_ids": torch.arange(SEQUENCE),
+                "loss_mask": torch.ones(length),
+                "position_ids": torch.arange(length),
             }
 
     def provide(_: Any, vp_stage: int | None = None) -> Any:
@@ -167,9 +162,7 @@ def work(args: argparse.Namespace) -> None:
         "log_interval": 100,
         "no_gradient_accumulation_fusion": args.worker == "plain",
     }
-    params = load_params("gpt_smoke")
-    hparams = {k: v for k, v in params.hparams.items() if k not in ("overlap_param_gather",)}
-    pretrain.run(to_argv({**params.model, **hparams, **changes}))
+    pretrain.run(to_argv({**params.model, **params.hparams, **changes}))
     print("LOSSES", *losses, flush=True)
 
 

@@ -98,18 +98,9 @@ def run_worker(
     command = [sys.executable, __file__, "--worker", path, "--models", model]
     command += ["--micro-batches", str(micro_batch), "--steps", str(args.steps)]
     command += ["--global-batch", str(args.global_batch)] + ["--profile"] * args.profile + extra
-    python_path = [str(ROOT), os.environ.get("PYTHONPATH", "")]
+    environment = os.environ | single_process()
     if path in TE_PATHS and args.te_path:
-        python_path.insert(1, args.te_path)
-    environment = os.environ | {
-        "PYTHONPATH": ":".join(filter(None, python_path)),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(20000 + os.getpid() % 20000),
-        "RANK": "0",
-        "WORLD_SIZE": "1",
-        "LOCAL_RANK": "0",
-        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-    }
+        environment["PYTHONPATH"] = f"{args.te_path}:{environment['PYTHONPATH']}"
     result = {"path": path, "model": model, "micro_batch": micro_batch}
     try:
         done = subprocess.run(
@@ -123,6 +114,20 @@ def run_worker(
     lines = [x for x in done.stderr.splitlines() if re.match(r"\S*(Error|Exception)\b", x)]
     print("\n".join(done.stderr.splitlines()[-25:]), file=sys.stderr)
     return {**result, "error": lines[-1][:150] if lines else f"exit code {done.returncode}"}
+
+
+def single_process(number: int = 0) -> dict[str, str]:
+    """Return the environment of a training in one process; ``number`` tells it from others."""
+    python_path = [str(ROOT), os.environ.get("PYTHONPATH", "")]
+    return {
+        "PYTHONPATH": ":".join(filter(None, python_path)),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(20000 + (os.getpid() + number) % 20000),
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_RANK": "0",
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+    }
 
 
 def table_row(result: dict[str, Any], gemm: dict[str, Any]) -> str:

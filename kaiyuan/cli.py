@@ -10,7 +10,8 @@ from typing import Annotated, Literal
 
 import typer
 
-from kaiyuan import __version__
+from kaiyuan import __version__, cli_models
+from kaiyuan.cli_models import CheckpointOrExported, ModelFile, TokenizerFolder, VocabSize
 from kaiyuan.errors import UserError
 
 app = typer.Typer(
@@ -265,17 +266,59 @@ Overrides = Annotated[
 
 
 @app.command()
+def plan(
+    model: Annotated[str, typer.Argument(help="toy, gpt_smoke, qwen3_1p7b, or a params folder.")],
+    changes: Overrides = None,
+    data: DataFolder = None,
+    gpus: Annotated[int, typer.Option(min=1, help="Number of all GPUs.")] = 1,
+    tflops: Annotated[
+        float | None, typer.Option(min=0.001, help="Expected of each GPU, in TFLOP/s.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Show what a training will do and need; no GPU, torch or data is needed.
+
+    Example: kaiyuan plan qwen3_1p7b --gpus 64 micro_batch_size=8
+    """
+    from rich.console import Console
+
+    from kaiyuan.config import load_params
+    from kaiyuan.plan import make_plan
+    from kaiyuan.plan_summary import DEFAULT_TFLOPS, plan_summary, plan_text
+
+    planned = make_plan(load_params(model, changes or []), data)
+    summary = plan_summary(planned, gpus, tflops or DEFAULT_TFLOPS)
+    if as_json:
+        typer.echo(json.dumps(summary, indent=1))
+    else:
+        console = Console(soft_wrap=True)
+        console.width = max(console.width, 100)
+        console.print(plan_text(summary, planned))
+
+
+@app.command()
 def train(
     model: Annotated[str, typer.Argument(help="toy, gpt_smoke, qwen3_1p7b, or a params folder.")],
     data: Annotated[Path, typer.Option(help="Folder with the converted phases.")],
     output: Annotated[Path, typer.Option(help="Folder of the run; gone on with if it exists.")],
     changes: Overrides = None,
     phase: Annotated[str | None, typer.Option(help="Train this phase only.")] = None,
-    tokenizer: Annotated[Path | None, typer.Option(help="Noted in the run, for export.")] = None,
-    nproc: Annotated[int, typer.Option(min=1, help="Processes here, one a GPU.")] = 1,
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="Held against the data's, and noted for export.")
+    ] = None,
+    nproc: Annotated[
+        int | None, typer.Option(min=1, help="Processes here; default: one a GPU, or 1.")
+    ] = None,
     nnodes: Annotated[int, typer.Option(min=1, help="Machines.")] = 1,
     node_rank: Annotated[int, typer.Option(min=0, help="Number of this machine.")] = 0,
     master: Annotated[str, typer.Option(help="HOST:PORT of machine 0, if several.")] = "",
+    verify_data: Annotated[
+        bool, typer.Option("--verify-data", help="Compare all data with its hashes first.")
+    ] = False,
+    allow_change: Annotated[
+        bool, typer.Option("--allow-change", help="Go on though the plan was changed.")
+    ] = False,
+    check: Annotated[bool, typer.Option("--check", help="Check everything and end.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the commands and end.")] = False,
 ) -> None:
     """Train all phases, or one; the same command goes on with an interrupted run.
@@ -286,30 +329,26 @@ def train(
 
     from kaiyuan.config import load_params
     from kaiyuan.plan import make_plan
+    from kaiyuan.preflight import gpu_count, preflight
     from kaiyuan.train import Nodes, check_layout, phase_arguments, train
 
-    plan = make_plan(load_params(model, changes or []), data)
-    nodes = Nodes(nproc, nnodes, node_rank, master)
+    params = load_params(model, changes or [])
+    nodes = Nodes(nproc or gpu_count() or 1, nnodes, node_rank, master)
     if dry_run:
+        plan = make_plan(params, data)
         check_layout(plan, nodes)
         for each in plan.phases:
             typer.echo(shlex.join([*nodes.command(), *phase_arguments(each, data, output)]))
         return
-    train(plan, data, output, nodes, tokenizer, phase)
+    plan = preflight(params, data, output, nodes, tokenizer, phase, verify_data)
+    if check:
+        typer.echo(f"ready to train {plan.params.name}: {plan.steps:,} steps in all")
+        return
+    train(plan, data, output, nodes, tokenizer, phase, allow_change=allow_change)
 
 
 Checkpoint = Annotated[
     Path, typer.Argument(help="A run, its checkpoints folder, or one iteration's folder.")
-]
-ModelFile = Annotated[
-    Path | None,
-    typer.Option("--model", help="File of Megatron arguments, where there is no run.json."),
-]
-VocabSize = Annotated[
-    int | None, typer.Option(help="Entries of the vocabulary, where there is no run.json.")
-]
-TokenizerFolder = Annotated[
-    Path | None, typer.Option("--tokenizer", help="Folder of the tokenizer, if not the run's own.")
 ]
 
 
@@ -324,7 +363,7 @@ def export_checkpoint(
 ) -> None:
     """Write a checkpoint as a Hugging Face Qwen3ForCausalLM folder.
 
-    Example: kaiyuan export runs/toy --output exported/toy
+    Example: kaiyuan export toy/run --output exported
     """
     from kaiyuan.checkpoint.describe import describe_checkpoint
     from kaiyuan.checkpoint.export import export
@@ -342,7 +381,7 @@ def import_model(
 ) -> None:
     """Write a Hugging Face Qwen3ForCausalLM folder as a checkpoint that training starts from.
 
-    Example: kaiyuan import exported/toy --output imported/toy
+    Example: kaiyuan import exported --output imported
     """
     from kaiyuan.checkpoint.import_hf import import_hf
 
@@ -365,7 +404,7 @@ def average_checkpoints(
 ) -> None:
     """Write the mean of checkpoints of a run as a checkpoint; export and training take it.
 
-    Example: kaiyuan average runs/toy --last 8 --output averaged/toy
+    Example: kaiyuan average toy/run --last 2 --output averaged
     """
     from kaiyuan.checkpoint.average import average, choose
 
@@ -380,9 +419,7 @@ def average_checkpoints(
 
 @app.command("generate")
 def generate_text(
-    checkpoint: Annotated[
-        Path, typer.Argument(help="A run, an iteration's folder, or an exported model.")
-    ],
+    checkpoint: CheckpointOrExported,
     prompt: Annotated[list[str] | None, typer.Option(help="Text to continue; repeatable.")] = None,
     prompt_file: Annotated[
         str | None, typer.Option(help="File with a prompt a line; - is the standard input.")
@@ -399,15 +436,12 @@ def generate_text(
 ) -> None:
     """Continue texts. A checkpoint is exported beside itself first, and that is kept.
 
-    Example: kaiyuan generate runs/toy --prompt "def main(" --max-new-tokens 32
+    Example: kaiyuan generate toy/run --prompt "def main(" --max-new-tokens 32
     """
-    from kaiyuan.checkpoint.describe import describe_checkpoint
-    from kaiyuan.generate import Sampling, exported, generate
+    from kaiyuan.generate import Sampling, generate, model_folder
 
     prompts = [*(prompt or []), *_prompt_lines(prompt_file)]
-    folder = checkpoint
-    if not (checkpoint / "config.json").is_file():
-        folder = exported(describe_checkpoint(checkpoint, model, vocab_size, tokenizer))
+    folder, _ = model_folder(checkpoint, model, vocab_size, tokenizer)
     streamed = len(prompts) == 1 and not as_json
     if streamed:
         typer.echo(prompts[0], nl=False)
@@ -435,7 +469,7 @@ def compare(
     text: Annotated[str, typer.Option(help="Text whose logits are compared.")] = (
         "def mean(values):\n    return sum(values) / len(values)\n"
     ),
-) -> None:
+) -> float:
     """Compare the logits of a checkpoint, in Megatron, with those of its export, in transformers.
 
     Example: kaiyuan compare toy/run toy/model
@@ -448,6 +482,10 @@ def compare(
     ids = Tokenizer.from_file(str(exported / "tokenizer.json")).encode(text).ids
     difference = compare_logits(describe_checkpoint(checkpoint), exported, [ids])
     typer.echo(f"largest difference of the logits of {len(ids)} tokens: {difference:.2e}")
+    return difference
+
+
+app.command()(cli_models.evaluate)
 
 
 @app.command()
@@ -495,11 +533,15 @@ def _prompt_lines(file: str | None) -> list[str]:
 
 
 def main() -> None:
-    """Run the command line; a UserError becomes one line and exit code 2."""
+    """Run the command line; what a user can mend becomes one line and exit code 2."""
     try:
         app()
-    except UserError as error:
+    except (UserError, OSError) as error:
         if "--debug" in sys.argv[1:]:
             raise
-        typer.secho(f"kaiyuan: {error}", fg=typer.colors.RED, err=True)
+        text = str(error)
+        if isinstance(error, OSError) and error.filename:
+            # A file that cannot be read or written, where no better sentence was found for it.
+            text = f"{error.filename}: {error.strerror}"
+        typer.secho(f"kaiyuan: {text}", fg=typer.colors.RED, err=True)
         sys.exit(2)

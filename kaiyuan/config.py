@@ -15,6 +15,7 @@ arguments that differ in a phase. data.yaml lists the phases:
 import dataclasses
 import difflib
 import functools
+import re
 from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
@@ -24,6 +25,14 @@ import yaml
 
 from kaiyuan.errors import UserError
 
+# What kaiyuan/megatron is made for; pyproject.toml pins it.
+MEGATRON_VERSIONS = ("0.19.2",)
+# The arguments that kaiyuan/rank.py takes beside Megatron's: type and meaning.
+OWN_ARGUMENTS: dict[str, tuple[type, str]] = {
+    "phase_name": (str, "Name of the phase, for the records."),
+    "record_to": (str, "CSV file that gets one line an iteration."),
+    "max_loss_jump": (float, "Stop where the loss is so many nats above its recent median."),
+}
 ORDERS = ("file", "rank", "rank-desc")
 _PHASE_KEYS = ("order", "tokens", "max_samples")
 _ROOT = Path(__file__).parent
@@ -122,12 +131,30 @@ def load_params(model: str, overrides: Sequence[str] = ()) -> Params:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise UserError(f"{path} is missing") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
-    return _mapping(content, path.name)
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not valid YAML: {error}") from error
+    return _mapping(_load(text, str(path)), path.name)
+
+
+class _Loader(yaml.SafeLoader):
+    """Reads 5e-3 as a number, as YAML 1.2 does; YAML 1.1 wants 5.0e-3."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"),
+    list("-+0123456789"),
+)
+
+
+def _load(text: str, what: str) -> Any:
+    try:
+        return yaml.load(text, _Loader)
+    except yaml.YAMLError as error:
+        raise UserError(f"{what} is not valid YAML: {' '.join(str(error).split())}") from error
 
 
 def _mapping(value: Any, what: str) -> dict[str, Any]:
@@ -146,7 +173,7 @@ def _override(
     key, equals, text = override.partition("=")
     if not equals:
         raise UserError(f"{override!r} is not of the form KEY=VALUE")
-    value = yaml.safe_load(text)
+    value = _load(text, f"the value of {key}")
     phase, dot, name = key.rpartition(".")
     if dot and phase not in settings:
         raise UserError(f"there is no phase {phase!r}; there are {', '.join(settings)}")
@@ -199,8 +226,8 @@ def option(key: str) -> str:
 
 def check_argument_name(key: str) -> None:
     """Raise a UserError with the nearest name where Megatron has no such argument."""
-    if option(key) not in argument_names():
-        known = [name[2:].replace("-", "_") for name in argument_names()]
+    known = [name[2:].replace("-", "_") for name in argument_names()] + list(OWN_ARGUMENTS)
+    if key.replace("-", "_") not in known:
         raise UserError(f"Megatron has no argument {key!r}{_nearest(key, known)}")
 
 

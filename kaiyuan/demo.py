@@ -5,6 +5,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -13,16 +14,23 @@ from kaiyuan.errors import UserError
 
 PROMPT = "The function returns"
 _EXPORTED = "model"
+_MADE = {
+    "corpus": "the parquet files",
+    "tokenizer": "the tokenizer's four files",
+    "data": "the converted phases: .bin, .idx, order, manifest",
+    "run": "checkpoints, losses, logs, loss.png",
+    _EXPORTED: "the Hugging Face model",
+}
 
 Step = tuple[str, list[list[str]]]
 
 
-def run_demo(out: Path, command: Callable[[Sequence[str]], None], console: Console) -> None:
+def run_demo(out: Path, command: Callable[[Sequence[str]], Any], console: Console) -> None:
     """Run all steps; those that are done already are quick.
 
     Args:
         out: folder for everything that is made.
-        command: runs one command line of kaiyuan.
+        command: runs one command line of kaiyuan and returns what its verb returns.
         console: for headings and the final table.
 
     Raises:
@@ -38,12 +46,17 @@ def run_demo(out: Path, command: Callable[[Sequence[str]], None], console: Conso
     # The exported model is made anew: it must be the last checkpoint's.
     shutil.rmtree(out / _EXPORTED, ignore_errors=True)
     steps = list(_steps(out))
+    difference = None
     for number, (title, commands) in enumerate(steps, start=1):
         console.rule(f"[bold]{number}/{len(steps)} {title}", align="left")
         for argv in commands:
             console.print(f"[cyan]$ kaiyuan {shlex.join(argv)}", soft_wrap=True, highlight=False)
-            command(argv)
-    console.print(f"\nEverything lies in {out}; {time.perf_counter() - begin:.0f} s in all.")
+            result = command(argv)
+            difference = result if argv[0] == "compare" else difference
+    console.print(f"logits of Megatron and transformers differ by at most {difference:.1e}\n")
+    for name, content in _MADE.items():
+        console.print(f"  {out / name!s:<20} {content}", highlight=False, soft_wrap=True)
+    console.print(f"\n{time.perf_counter() - begin:.0f} s in all", highlight=False)
 
 
 def _steps(out: Path) -> Iterator[Step]:

@@ -5,6 +5,7 @@ unfinished, whatever else lies in it.
 """
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -17,6 +18,7 @@ from typing import IO, Any
 from kaiyuan.errors import UserError
 
 MANIFEST = "manifest.json"
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @contextlib.contextmanager
@@ -27,7 +29,7 @@ def atomic_write(path: Path, mode: str = "wb") -> Iterator[IO[Any]]:
     one, never a part of it.
 
     Raises:
-        UserError: the folder cannot be written to.
+        UserError: the folder cannot be written to, or the disk is full.
     """
     encoding = None if "b" in mode else "utf-8"
     try:
@@ -45,8 +47,10 @@ def atomic_write(path: Path, mode: str = "wb") -> Iterator[IO[Any]]:
         os.umask(umask)
         Path(name).chmod(0o666 & ~umask)
         Path(name).replace(path)
-    except BaseException:
+    except BaseException as error:
         Path(name).unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.errno in _FULL:
+            raise UserError(f"cannot write {path}: {error.strerror}") from error
         raise
     _sync_folder(path.parent)
 
@@ -101,7 +105,10 @@ def atomic_folder(path: Path) -> Iterator[Path]:
         umask = os.umask(0)
         os.umask(umask)
         temporary.chmod(0o777 & ~umask)
-        temporary.replace(path)
+        try:
+            temporary.replace(path)
+        except OSError as error:
+            raise UserError(f"{path} was made by another process meanwhile") from error
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise

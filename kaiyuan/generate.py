@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
 from transformers.utils import logging as transformers_logging
 
-from kaiyuan.checkpoint.describe import CheckpointInfo
+from kaiyuan.checkpoint.describe import CheckpointInfo, describe_checkpoint
 from kaiyuan.checkpoint.export import KIND, export
 from kaiyuan.checkpoint.load import INDEX, TorchDistCheckpoint
 from kaiyuan.checkpoint.names import EMBEDDING
@@ -126,6 +126,28 @@ class _Streamer(TextStreamer):
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
         self._on_text(text)
+
+
+def model_folder(
+    path: Path,
+    model: Path | None = None,
+    vocab_size: int | None = None,
+    tokenizer: Path | None = None,
+) -> tuple[Path, Path]:
+    """Return the folder that transformers loads, and what it was made of.
+
+    Args:
+        path: an exported model, or a checkpoint, which is exported beside itself. For it and the
+            others see :func:`~kaiyuan.checkpoint.describe.describe_checkpoint`.
+
+    Returns:
+        The exported folder, and the checkpoint's own folder (the same one where ``path`` is an
+        exported model).
+    """
+    if (path / "config.json").is_file():
+        return path.resolve(), path.resolve()
+    info = describe_checkpoint(path, model, vocab_size, tokenizer)
+    return exported(info), info.folder
 
 
 def exported(info: CheckpointInfo) -> Path:

@@ -116,7 +116,7 @@ def make_plan(params: Params, data: Path | None = None) -> Plan:
         UserError: a phase has neither data nor an assumption, is too short for one step, or was
             converted in another order than data.yaml asks for.
     """
-    converted = [_converted(phase, params, data) for phase in params.phases]
+    converted = [converted_phase(phase, params, data) for phase in params.phases]
     tokens = [_tokens(*pair) for pair in zip(params.phases, converted, strict=True)]
     batch, sequence = (_number(params, key) for key in ("global_batch_size", "seq_length"))
     ends = [0]
@@ -173,8 +173,12 @@ def _arguments(params: Params, phase: PhaseParams, ends: list[int], i: int) -> d
     return arguments
 
 
-def _converted(phase: PhaseParams, params: Params, data: Path | None) -> ConvertedPhase | None:
-    """Open a phase's converted data, where there is any, and check that it fits the params."""
+def converted_phase(phase: PhaseParams, params: Params, data: Path | None) -> ConvertedPhase | None:
+    """Open a phase's converted data, where there is any, and check that it fits the params.
+
+    Raises:
+        UserError: it does not fit, or files are missing or of another size.
+    """
     if data is None or not (data / phase.name / MANIFEST).exists():
         return None
     converted = ConvertedPhase.open(data / phase.name)

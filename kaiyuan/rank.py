@@ -6,8 +6,12 @@ It imports nothing heavy at its top: Megatron's checkpoint writer spawns a helpe
 loads this module again.
 """
 
+import multiprocessing
 import os
+import signal
 import sys
+import traceback
+from typing import NoReturn
 
 from kaiyuan.errors import UserError
 
@@ -15,9 +19,15 @@ from kaiyuan.errors import UserError
 MARK = "[kaiyuan] "
 ERROR_MARK = MARK + "error: "
 
+# Megatron's exit codes where a loss or gradient was no finite number, after it computed the step
+# again: "start once more, to see whether the GPU is at fault" and "it is not".
+_NOT_FINITE = (16, 17)
+
 
 def main() -> None:
     """Train; a UserError becomes one marked line and exit code 2."""
+    # Inherited from torchrun, which has to ignore it; Megatron's own handler comes later.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     # As torchrun sets them; a single process needs no torchrun.
     single = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     for name, value in single.items():
@@ -31,8 +41,47 @@ def main() -> None:
         run(sys.argv[1:])
     except UserError as error:
         print(f"{ERROR_MARK}{error}", flush=True)
-        # Not sys.exit: other ranks may wait in a collective that will never come.
-        os._exit(2)
+        _leave(2)
+    except SystemExit as end:
+        if end.code in _NOT_FINITE:
+            print(f"{ERROR_MARK}{_not_finite()}", flush=True)
+        raise
+    except BaseException:  # torch's CheckpointException is no Exception
+        story = traceback.format_exc()
+        print(f"{story}\n{ERROR_MARK}{_reason(story)}", flush=True)
+        _leave(1)
+
+
+def _leave(code: int) -> NoReturn:
+    """End at once: other ranks may wait in a collective that will never come."""
+    for child in multiprocessing.active_children():  # the checkpoint writer, loader workers
+        child.kill()
+    os._exit(code)
+
+
+def _reason(story: str) -> str:
+    """Return a traceback in one sentence."""
+    # Torch's own writer does not pass on why a write failed.
+    full = ("CheckpointException", "No space left on device", "File too large", "Disk quota")
+    if any(text in story for text in full):
+        return (
+            "a checkpoint could not be written, most likely because the disk is full: make room "
+            "and give the same command again, which goes on from the last complete checkpoint"
+        )
+    if "Unexpected result" in story:
+        return _not_finite()
+    return "Megatron failed: " + story.strip().splitlines()[-1]
+
+
+def _not_finite() -> str:
+    from megatron.training import get_args
+
+    step = get_args().curr_iteration + 1
+    return (
+        f"the loss or a gradient of step {step} is not a finite number; the step was not taken. "
+        "The same command computes it again, best on another GPU; to leave its data out, add "
+        f"iterations_to_skip=[{step}] rerun_mode=disabled"
+    )
 
 
 if __name__ == "__main__":

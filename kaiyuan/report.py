@@ -6,10 +6,12 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+import rich.box
 from rich.table import Table
 
 from kaiyuan.errors import UserError
 from kaiyuan.files import atomic_write, read_manifest
+from kaiyuan.runfolder import RUN_FILE
 
 # Losses of single batches jump; the start and the end of a phase are means over so many steps.
 _WINDOW = 5
@@ -21,6 +23,7 @@ class PhaseReport:
 
     Attributes:
         name: of the phase.
+        rows: of the parquet files that its data was made of.
         documents: in its data.
         tokens: in its data.
         trained_tokens: that the steps done so far consumed.
@@ -31,6 +34,7 @@ class PhaseReport:
     """
 
     name: str
+    rows: int
     documents: int
     tokens: int
     trained_tokens: int
@@ -58,7 +62,7 @@ def read_losses(run: Path) -> list[dict[str, str]]:
 
 def phase_reports(run: Path) -> list[PhaseReport]:
     """Return the phases of a run that have begun."""
-    phases: list[dict[str, Any]] = read_manifest(run, "run")["phases"]
+    phases: list[dict[str, Any]] = read_manifest(run, "run", RUN_FILE)["phases"]
     rows = read_losses(run)
     reports = []
     before = 0
@@ -72,6 +76,7 @@ def phase_reports(run: Path) -> list[PhaseReport]:
         reports.append(
             PhaseReport(
                 name=phase["name"],
+                rows=phase["rows"],
                 documents=phase["documents"],
                 tokens=phase["tokens"],
                 trained_tokens=tokens - before,
@@ -86,13 +91,15 @@ def phase_reports(run: Path) -> list[PhaseReport]:
 
 
 def phase_table(run: Path) -> Table:
-    """Return the phases as a table for the terminal."""
-    table = Table("phase", "documents", "tokens", "trained on", "steps", "loss", "s/step")
-    for column in table.columns[1:]:
-        column.justify = "right"
+    """Return the phases as a table for a terminal of 80 columns."""
+    names = ("phase", "rows", "docs", "tokens", "trained", "steps", "loss", "s/step")
+    table = Table(*names, box=rich.box.SIMPLE, pad_edge=False)
+    for column in table.columns:
+        column.justify, column.no_wrap = "right", True
     for phase in phase_reports(run):
         table.add_row(
             phase.name,
+            f"{phase.rows:,}",
             f"{phase.documents:,}",
             f"{phase.tokens:,}",
             f"{phase.trained_tokens:,}",

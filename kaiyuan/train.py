@@ -7,44 +7,23 @@ on after an interruption is the same thing, begun in the middle of a phase.
 
 import contextlib
 import dataclasses
-import fcntl
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO
 
 from rich.console import Console
 
-from kaiyuan import __version__
 from kaiyuan.errors import UserError
-from kaiyuan.files import read_manifest, sha256_of_json, write_manifest
 from kaiyuan.plan import PhasePlan, Plan
+from kaiyuan.plan_summary import batch_layout
 from kaiyuan.rank import ERROR_MARK, MARK
-
-# Arguments that say how the work is laid out and reported, not what is computed; these alone may
-# change when a run goes on.
-_LAYOUT = {
-    "micro_batch_size",
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "num_layers_per_virtual_pipeline_stage",
-    "sequence_parallel",
-    "use_distributed_optimizer",
-    "overlap_grad_reduce",
-    "overlap_param_gather",
-    "transformer_impl",
-    "num_workers",
-    "exit_interval",
-    "exit_duration_in_mins",
-    "save_interval",
-    "log_interval",
-    "log_throughput",
-    "tensorboard_dir",
-}
+from kaiyuan.runfolder import CHECKPOINTS, latest_step, lock, record, settle_checkpoints
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,35 +59,8 @@ class Nodes:
 
 def check_layout(plan: Plan, nodes: Nodes) -> None:
     """Raise a UserError where the batch does not divide among the processes."""
-    world = nodes.processes * nodes.nodes
     for phase in plan.phases:
-        a = phase.arguments
-        tp = a.get("tensor_model_parallel_size", 1)
-        pp = a.get("pipeline_model_parallel_size", 1)
-        if world % (tp * pp):
-            raise UserError(
-                f"{world} processes cannot be split into groups of {tp} x {pp} "
-                "(tensor_model_parallel_size x pipeline_model_parallel_size)"
-            )
-        share = a["micro_batch_size"] * (world // (tp * pp))
-        if a["global_batch_size"] % share:
-            raise UserError(
-                f"the global batch of {a['global_batch_size']} is no multiple of {share}, the "
-                f"micro-batch of {a['micro_batch_size']} times {world // (tp * pp)} data-parallel "
-                "ranks"
-            )
-
-
-def latest_step(run: Path) -> int:
-    """Return the step of the last complete checkpoint of a run, 0 where there is none."""
-    tracker = run / "checkpoints" / "latest_checkpointed_iteration.txt"
-    try:
-        text = tracker.read_text()
-    except FileNotFoundError:
-        return 0
-    if not text.strip().isdigit():
-        raise UserError(f"{tracker} should hold a number, not {text.strip()!r}")
-    return int(text)
+        batch_layout(phase.arguments, nodes.processes * nodes.nodes)
 
 
 def train(
@@ -119,17 +71,19 @@ def train(
     tokenizer: Path | None = None,
     only: str | None = None,
     console: Console | None = None,
+    allow_change: bool = False,
 ) -> bool:
     """Train all phases that are not done, or one of them.
 
     Args:
-        plan: made from the same data.
+        plan: made from the same data; see `kaiyuan.preflight` for what should be checked first.
         data: folder with the converted phases.
         run: folder of the run; made where it is missing, gone on with where it is not.
         nodes: the processes to train with.
         tokenizer: noted in the run for those that export it.
         only: name of the single phase to train.
         console: gets the progress.
+        allow_change: go on with a run although its plan is another now.
 
     Returns:
         Whether the training reached its end; False where a signal stopped it after saving.
@@ -141,13 +95,16 @@ def train(
     nodes = nodes or Nodes()
     console = console or Console()
     check_layout(plan, nodes)
-    for phase in plan.phases:
+    chosen = chosen_phases(plan, only)
+    for phase in chosen:
         if phase.data is None:
             raise UserError(f"{data / phase.name} is not converted yet: run kaiyuan convert first")
-    with _lock(run, nodes.rank) as lock:
+    with lock(run, nodes.rank) as handle:
         if nodes.rank == 0:
-            _describe(plan, run, tokenizer)
-        for phase in _chosen(plan, only):
+            for sentence in settle_checkpoints(run):
+                console.print(sentence, highlight=False)
+            record(plan, run, tokenizer, allow_change)
+        for phase in chosen:
             done = latest_step(run)
             if done >= phase.last_step:
                 console.print(f"{phase.name}: done ({phase.last_step} steps)", highlight=False)
@@ -161,7 +118,7 @@ def train(
                 f"{phase.name}: steps {done + 1} to {phase.last_step} of {plan.steps}",
                 highlight=False,
             )
-            _run_phase(phase, data, run, nodes, lock, console)
+            _run_phase(phase, data, run, nodes, handle, console)
             if latest_step(run) < phase.last_step:
                 console.print(f"stopped and saved at step {latest_step(run)}", highlight=False)
                 return False
@@ -170,18 +127,21 @@ def train(
 
 def phase_arguments(phase: PhasePlan, data: Path, run: Path) -> list[str]:
     """Return the full command line of a phase for kaiyuan/rank.py."""
-    checkpoints = str(run / "checkpoints")
+    checkpoints = str(run / CHECKPOINTS)
     argv = [*phase.argv, "--data-path", str(data / phase.name)]
     argv += ["--save", checkpoints, "--load", checkpoints]
     if phase.first_step:
         argv.append("--exit-on-missing-checkpoint")
     argv += ["--record-to", str(run / "loss.csv")]
+    if "--data-cache-path" not in argv:
+        argv += ["--data-cache-path", str(run / "cache")]
     if "--tensorboard-dir" not in argv:
         argv += ["--tensorboard-dir", str(run / "tensorboard")]
     return argv
 
 
-def _chosen(plan: Plan, only: str | None) -> Sequence[PhasePlan]:
+def chosen_phases(plan: Plan, only: str | None) -> Sequence[PhasePlan]:
+    """Return all phases, or the one of a name; a UserError where there is none."""
     if only is None:
         return plan.phases
     chosen = [phase for phase in plan.phases if phase.name == only]
@@ -192,83 +152,6 @@ def _chosen(plan: Plan, only: str | None) -> Sequence[PhasePlan]:
     return chosen
 
 
-@contextlib.contextmanager
-def _lock(run: Path, node: int) -> Iterator[int]:
-    """Hold the run for this process and those that it starts, which inherit the lock."""
-    try:
-        run.mkdir(parents=True, exist_ok=True)
-        handle = os.open(run / f".lock-{node}", os.O_RDWR | os.O_CREAT, 0o644)
-    except OSError as error:
-        raise UserError(f"cannot write to {run}: {error.strerror}") from error
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield handle
-    except BlockingIOError:
-        raise UserError(f"another process is training {run}") from None
-    finally:
-        os.close(handle)
-
-
-def _describe(plan: Plan, run: Path, tokenizer: Path | None) -> None:
-    """Write the run's manifest, or hold the plan against the one that is there."""
-    tokenizers = {phase.data.manifest["tokenizer"]["hash"] for phase in plan.phases if phase.data}
-    ends = {phase.data.eod for phase in plan.phases if phase.data}
-    if len(tokenizers) > 1 or len(ends) > 1:
-        raise UserError("the phases were converted with different tokenizers: convert them again")
-    phases = [
-        {
-            "name": phase.name,
-            "content_hash": phase.data.content_hash,
-            "documents": phase.data.num_documents,
-            "tokens": phase.tokens,
-            "samples": phase.samples,
-            "steps": phase.steps,
-            "arguments": {k: v for k, v in phase.arguments.items() if k not in _LAYOUT},
-        }
-        for phase in plan.phases
-        if phase.data
-    ]
-    if latest_step(run):
-        begun = read_manifest(run, "run")
-        change = _first_difference(begun["phases"], phases)
-        if change:
-            raise UserError(
-                f"{run} was begun with another plan: {change}; give the old value, or another "
-                "folder with --output"
-            )
-    body = {
-        "name": plan.params.name,
-        "version": __version__,
-        "model": plan.params.model,
-        "vocab_size": plan.params.model["vocab_size"],
-        "tokenizer": str(tokenizer.absolute()) if tokenizer else None,
-        "tokenizer_hash": tokenizers.pop(),
-        "end_of_document_id": ends.pop(),
-        "phases": phases,
-    }
-    write_manifest(run, "run", body)
-
-
-def _first_difference(old: Any, new: Any, where: str = "") -> str | None:
-    """Return where two JSON values differ, with both values, or None."""
-    if isinstance(old, dict) and isinstance(new, dict):
-        for key in sorted(old.keys() | new.keys()):
-            change = _first_difference(old.get(key), new.get(key), f"{where} {key}")
-            if change:
-                return change
-        return None
-    if isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
-        for i, (a, b) in enumerate(zip(old, new, strict=True)):
-            name = a.get("name", i) if isinstance(a, dict) else i
-            change = _first_difference(a, b, f"{where} {name}")
-            if change:
-                return change
-        return None
-    if sha256_of_json(old) == sha256_of_json(new):
-        return None
-    return f"{where.strip()} was {old!r} and is now {new!r}"
-
-
 def _run_phase(
     phase: PhasePlan, data: Path, run: Path, nodes: Nodes, lock: int, console: Console
 ) -> None:
@@ -276,7 +159,7 @@ def _run_phase(
     log.parent.mkdir(exist_ok=True)
     environment = _environment(nodes)
     command = [*nodes.command(), *phase_arguments(phase, data, run)]
-    error = None
+    errors: list[str] = []
     with log.open("a", encoding="utf-8") as out:
         print("$", *command, file=out, flush=True)
         child = subprocess.Popen(
@@ -288,26 +171,53 @@ def _run_phase(
             env=environment,
             pass_fds=[lock],
             start_new_session=True,  # Ctrl-C reaches it as the signal that saves
+            preexec_fn=_ignore_sigterm if nodes.processes * nodes.nodes > 1 else None,
         )
-        with _signals_to(child) as signals:
-            assert child.stdout is not None
-            for line in child.stdout:
-                out.write(line)
-                out.flush()
-                if line.startswith(ERROR_MARK):
-                    error = error or line.removeprefix(ERROR_MARK).strip()
-                elif line.startswith(MARK):
-                    console.print(" ", line.removeprefix(MARK).rstrip(), highlight=False)
+        with _signals_to(child, nodes) as signals:
+            # Not until the pipe is closed: what a killed rank had started may hold it open.
+            reader = threading.Thread(target=_show, args=(child, out, console, errors), daemon=True)
+            reader.start()
             code = child.wait()
-    if error:
-        raise UserError(error)
-    # torchrun does not end with 0 after a signal, even if all ranks saved and did.
-    if code and not signals:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+            reader.join(timeout=5)
+    if errors:
+        raise UserError(f"{errors[0]} (the log is {log})")
+    if code and signals:
+        raise UserError(
+            f"{phase.name} was stopped before it could save; the last checkpoint is of step "
+            f"{latest_step(run)}, and the same command goes on from there"
+        )
+    if code:
         raise UserError(f"{phase.name} failed with exit code {code}; the log is {log}")
+
+
+def _show(child: subprocess.Popen[str], log: IO[str], console: Console, errors: list[str]) -> None:
+    """Copy what the processes print to the log, and what is meant for people to the console."""
+    assert child.stdout is not None
+    for line in child.stdout:
+        if log.closed:
+            return
+        log.write(line)
+        log.flush()
+        if line.startswith(ERROR_MARK):
+            errors.append(line.removeprefix(ERROR_MARK).strip())
+        elif line.startswith(MARK):
+            console.print(" ", line.removeprefix(MARK).rstrip(), highlight=False)
+
+
+def _ignore_sigterm() -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def _environment(nodes: Nodes) -> dict[str, str]:
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    # W&B is used where wandb_project is given, and then sends nothing unless asked to.
+    environment.setdefault("WANDB_MODE", "offline")
+    # Torchrun kills its ranks 30 seconds after a SIGTERM, which Slurm sends to all processes; a
+    # save takes longer. The ranks end by themselves, and torchrun after them.
+    for name in ("PET_SIGNALS_TO_HANDLE", "TORCHELASTIC_SIGNALS_TO_HANDLE"):
+        environment[name] = "SIGQUIT"
     threads = max(1, (os.cpu_count() or 1) // nodes.processes)
     environment.setdefault("OMP_NUM_THREADS", str(threads))
     if nodes.processes * nodes.nodes == 1:
@@ -322,8 +232,8 @@ def _free_port() -> int:
 
 
 @contextlib.contextmanager
-def _signals_to(child: subprocess.Popen[str]) -> Iterator[list[int]]:
-    """Pass Ctrl-C and SIGTERM on as SIGTERM, at which Megatron saves and ends.
+def _signals_to(child: subprocess.Popen[str], nodes: Nodes) -> Iterator[list[int]]:
+    """Pass Ctrl-C and SIGTERM on as SIGTERM, at which Megatron saves and ends; kill at a second.
 
     Yields:
         The signals that came.
@@ -332,8 +242,12 @@ def _signals_to(child: subprocess.Popen[str]) -> Iterator[list[int]]:
 
     def forward(number: int, _: object) -> None:
         came.append(number)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(child.pid, signal.SIGTERM)
+        last = signal.SIGTERM if len(came) == 1 else signal.SIGKILL
+        # The ranks themselves; torchrun ignores it, see _environment.
+        ranks = _children(child.pid) if nodes.processes * nodes.nodes > 1 else []
+        for process in ranks or [child.pid]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, last)
 
     before = {s: signal.signal(s, forward) for s in (signal.SIGINT, signal.SIGTERM)}
     try:
@@ -341,3 +255,10 @@ def _signals_to(child: subprocess.Popen[str]) -> Iterator[list[int]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _children(process: int) -> list[int]:
+    with contextlib.suppress(OSError):
+        tasks = Path(f"/proc/{process}/task").iterdir()
+        return [int(n) for task in tasks for n in (task / "children").read_text().split()]
+    return []

@@ -23,12 +23,13 @@ find_python() {
     fits "$candidate" && { command -v "$candidate"; return 0; }
   done
   if command -v pyenv >/dev/null 2>&1; then
-    for candidate in "$(pyenv root)"/versions/3.1[23]*/bin/python; do
+    for candidate in "$(pyenv root 2>/dev/null)"/versions/3.1[23]*/bin/python; do
       fits "$candidate" && { echo "$candidate"; return 0; }
     done
   fi
   if command -v uv >/dev/null 2>&1; then
-    candidate="$(uv python find 3.12 2>/dev/null || { uv python install 3.12 >&2 && uv python find 3.12; })"
+    candidate="$(uv python find 3.12 2>/dev/null)" ||
+      candidate="$(uv python install -q 3.12 2>/dev/null && uv python find 3.12 2>/dev/null)"
     [ -n "$candidate" ] && fits "$candidate" && { echo "$candidate"; return 0; }
   fi
   echo "no Python 3.12 or 3.13 found: install one (apt-get install python3.12-venv," \

@@ -1,8 +1,8 @@
 """Run in a process of its own: what Megatron itself says of our arguments.
 
-    python -m tests.megatron_answers parse < questions.json
-    python -m tests.megatron_answers options
-    python -m tests.megatron_answers rates < schedules.json
+python -m tests.megatron_answers parse < questions.json
+python -m tests.megatron_answers options
+python -m tests.megatron_answers rates < schedules.json
 """
 
 import contextlib
@@ -42,8 +42,9 @@ def options(_: Any) -> dict[str, str]:
 
 def rates(schedules: list[dict[str, Any]]) -> list[float]:
     """Return the learning rate of Megatron's scheduler after so many samples."""
-    import kaiyuan.megatron  # noqa: F401
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+    import kaiyuan.megatron  # noqa: F401
 
     answers = []
     for schedule in schedules:
@@ -63,9 +64,51 @@ def rates(schedules: list[dict[str, Any]]) -> list[float]:
     return answers
 
 
+def flops(arguments: dict[str, Any]) -> dict[str, float]:
+    """Return the operations for a token, as torch sees them and as Megatron's formula has them."""
+    import torch
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+    from megatron.training.argument_utils import gpt_config_from_args
+    from megatron.training.training import num_floating_point_operations
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from kaiyuan.config import to_argv
+    from kaiyuan.megatron import arguments as parser
+    from kaiyuan.megatron import layers
+
+    argv = [*to_argv(arguments), "--train-samples=1000", "--lr-decay-samples=1000"]
+    args = parser.parse([*argv, *parser.CPU_ARGUMENTS])
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    parallel_state.initialize_model_parallel()
+    model_parallel_cuda_manual_seed(0)
+    config = gpt_config_from_args(args)
+    model = GPTModel(
+        config.transformer,
+        layers.block_spec(config),
+        vocab_size=args.vocab_size,
+        max_sequence_length=args.seq_length,
+        share_embeddings_and_output_weights=False,
+        position_embedding_type="rope",
+    )
+    args.padded_vocab_size = args.vocab_size
+    ids = torch.arange(args.seq_length)[None] % args.vocab_size
+    # The counter knows attention as matrix products; it has no entry for the CPU's fused kernel.
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        model(ids, ids, None, labels=ids).sum().backward()
+    return {
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "torch_count": counter.get_total_flops() / args.seq_length,
+        "megatron_count": num_floating_point_operations(args, 1) / args.seq_length,
+    }
+
+
 def main() -> None:
-    os.environ |= {"RANK": "0", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-    verb = {"parse": parse, "options": options, "rates": rates}[sys.argv[1]]
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    verb = {"parse": parse, "options": options, "rates": rates, "flops": flops}[sys.argv[1]]
     question = json.loads(sys.stdin.read() or "null")
     with contextlib.redirect_stdout(sys.stderr):
         answer = verb(question)

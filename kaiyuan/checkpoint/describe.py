@@ -10,7 +10,7 @@ import yaml
 
 from kaiyuan.errors import UserError
 from kaiyuan.files import MANIFEST, read_manifest
-from kaiyuan.train import RUN_FILE
+from kaiyuan.runfolder import RUN_FILE
 
 CHECKPOINTS = "checkpoints"
 # The names that Megatron gives: the file says which folder to load, "release" being the folder of
@@ -109,9 +109,9 @@ def iterations(folder: Path) -> list[int]:
     Megatron names an iteration in its tracker file when all ranks have written it; a later folder
     is one that was being written when the training ended.
     """
-    latest = (folder / TRACKER).read_text().strip()
+    latest = _latest(folder)
     found = [int(m[1]) for p in folder.iterdir() if (m := _ITERATION.fullmatch(p.name))]
-    return sorted(i for i in found if latest == RELEASE or i <= int(latest))
+    return sorted(i for i in found if latest is None or i <= latest)
 
 
 def iteration_folder(folder: Path, iteration: int) -> Path:
@@ -123,12 +123,16 @@ def _iteration_folder(path: Path) -> Path:
     if _ITERATION.fullmatch(path.name) or path.name == RELEASE or (path / ".metadata").is_file():
         return path
     folder = checkpoints_folder(path)
-    latest = (folder / TRACKER).read_text().strip()
-    if latest == RELEASE:
-        return folder / RELEASE
-    if not latest.isdecimal():
-        raise UserError(f"{folder / TRACKER} does not hold the number of an iteration: {latest!r}")
-    return iteration_folder(folder, int(latest))
+    latest = _latest(folder)
+    return folder / RELEASE if latest is None else iteration_folder(folder, latest)
+
+
+def _latest(folder: Path) -> int | None:
+    """Return the iteration that the tracker file names; None for a release."""
+    text = (folder / TRACKER).read_text().strip()
+    if text != RELEASE and not text.isdecimal():
+        raise UserError(f"{folder / TRACKER} does not hold the number of an iteration: {text!r}")
+    return None if text == RELEASE else int(text)
 
 
 def _description(folder: Path) -> tuple[Path, dict[str, Any]] | None:

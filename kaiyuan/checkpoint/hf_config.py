@@ -87,24 +87,23 @@ def canonical_model(model: Mapping[str, Any]) -> dict[str, Any]:
         UserError: one is missing, or has a value that Qwen3 does not allow.
     """
     full = dict(model)
-    if not full.get("num_query_groups"):
-        full["num_query_groups"] = full.get("num_attention_heads")
+    if not full.get("group_query_attention"):
+        # Megatron then leaves num_query_groups aside.
+        full |= {"group_query_attention": True, "num_query_groups": full.get("num_attention_heads")}
     if not full.get("kv_channels") and "hidden_size" in full and "num_attention_heads" in full:
         full["kv_channels"] = full["hidden_size"] // full["num_attention_heads"]
     for wanted in (_QWEN3, _ABSENT):
         for name, value in wanted.items():
-            if name == "group_query_attention":
-                continue  # without it there is a group for each head, which Qwen3 allows
             given = full.get(name, value if wanted is _ABSENT else None)
             if given != value:
                 raise UserError(f"the model has {name} = {given!r}; {ARCHITECTURE} needs {value!r}")
     canonical: dict[str, Any] = {}
     for name, _, kind, default in _KEYS:
-        value = full.get(name, default)
+        number: Any = full.get(name, default)
         try:
-            canonical[name] = kind(value)
+            canonical[name] = kind(number)
         except (TypeError, ValueError):
-            raise UserError(f"the model has {name} = {value!r}, which is no number") from None
+            raise UserError(f"the model has {name} = {number!r}, which is no number") from None
     # A whole number in Megatron, and a fraction with nothing behind the point in transformers.
     canonical["rotary_base"] = int(full.get("rotary_base", _ROPE_BASE_DEFAULT))
     canonical["untie_embeddings_and_output_weights"] = bool(

@@ -10,6 +10,7 @@ tensors (arguments, random states, ``_extra_state``) are never unpickled.
 """
 
 import io
+import itertools
 import math
 import os
 import pickle
@@ -31,6 +32,9 @@ _DCP = "torch.distributed.checkpoint"
 _ADMITTED = {
     ("torch", "Size"),
     ("torch.serialization", "_get_layout"),
+    # The name of the checkpoint's folder; the second is Python 3.13's.
+    ("pathlib", "PosixPath"),
+    ("pathlib._local", "PosixPath"),
     (f"{_DCP}.filesystem", "_StorageInfo"),
     *(
         (f"{_DCP}.metadata", name)
@@ -239,18 +243,25 @@ def _read_chunk(chunk: Chunk) -> Tensor:
 def _assemble(name: str, shape: tuple[int, ...], parts: list[tuple[Chunk, Tensor]]) -> Tensor:
     if len(parts) == 1 and parts[0][1].shape == shape:
         return parts[0][1]
-    # The chunks are those of a grid, so that equal counts and no overlap mean a full cover.
+    boxes = [list(zip(chunk.offsets, chunk.sizes, strict=True)) for chunk, _ in parts]
     covered = sum(math.prod(chunk.sizes) for chunk, _ in parts)
-    if covered != math.prod(shape) or len({c.offsets for c, _ in parts}) != len(parts):
-        raise UserError(
-            f"the parts of {name} hold {covered:,} numbers, the tensor has {math.prod(shape):,}"
-        )
+    inside = all(
+        o >= 0 and o + n <= size for b in boxes for (o, n), size in zip(b, shape, strict=True)
+    )
+    if covered != math.prod(shape) or not inside or _any_overlap(boxes):
+        raise UserError(f"the parts of {name} do not make up a tensor of {list(shape)}")
     whole = torch.empty(shape, dtype=parts[0][1].dtype)
-    for chunk, part in parts:
-        whole[tuple(slice(o, o + n) for o, n in zip(chunk.offsets, chunk.sizes, strict=True))] = (
-            part
-        )
+    for box, (_, part) in zip(boxes, parts, strict=True):
+        whole[tuple(slice(o, o + n) for o, n in box)] = part
     return whole
+
+
+def _any_overlap(boxes: list[list[tuple[int, int]]]) -> bool:
+    """Tell whether two boxes, each an offset and a size in every dimension, share a number."""
+    return any(
+        all(a < b + m and b < a + n for (a, n), (b, m) in zip(one, other, strict=True))
+        for one, other in itertools.combinations(boxes, 2)
+    )
 
 
 class ModelTensors:

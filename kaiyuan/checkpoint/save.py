@@ -119,8 +119,9 @@ class _Writer:
             self._tensors[name] = TensorStorageMetadata(properties, shape, [])
         chunk = ChunkStorageMetadata(torch.Size(offsets), tensor.shape)
         self._tensors[name].chunks.append(chunk)
-        # A part of a larger storage must be copied out of it, or all of it would be written.
-        self._append(MetadataIndex(name, offsets), tensor.clone())
+        if tensor.untyped_storage().nbytes() > tensor.nbytes:
+            tensor = tensor.clone()  # or the whole storage, of which it is a part, would be written
+        self._append(MetadataIndex(name, offsets), tensor)
 
     def add_object(self, name: str, value: object) -> None:
         """Append an object, as Megatron does: in a list with one member."""

@@ -4,6 +4,7 @@ Everything that goes to a hub, our own requests as well as those of huggingface_
 the client made here, so the rule about hosts holds in one place.
 """
 
+import logging
 import os
 import random
 import threading
@@ -36,6 +37,8 @@ _LONGEST_WAIT = 900  # seconds; a server that asks for more is asked again after
 _TOKENS = "HF_TOKEN or MODELSCOPE_API_TOKEN"  # environment variables
 _RETRIED_STATUS = {408, 425, 429, 500, 502, 503, 504}
 _RETRIED_ERRORS = (httpx2.TransportError, ConnectionError, TimeoutError)
+
+_log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
@@ -172,9 +175,10 @@ class Patience:
         if not again:
             raise UserError(_explanation(error, answer, self.connection.endpoint)) from error
         self.failures += 1
+        reason = _explanation(error, answer, self.connection.endpoint)
         if self.failures >= self.attempts:
-            reason = _explanation(error, answer, self.connection.endpoint)
             raise UserError(f"{reason} (tried {self.failures} times; run again later)") from error
+        _log.warning("%s; trying again (%d of %d)", reason, self.failures + 1, self.attempts)
         if asked is not None:
             self.connection.hold_back(min(asked, _LONGEST_WAIT))
         # The random part keeps several workers from coming back at the same instant.

@@ -3,7 +3,6 @@
 import contextlib
 import fcntl
 import json
-import os
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
@@ -12,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kaiyuan import __version__
-from kaiyuan.data.executors import ExecutorName, run_units
+from kaiyuan.data.executors import ExecutorName, count_cores, run_units
 from kaiyuan.data.indexed import id_dtype
 from kaiyuan.data.inputs import InputFile, find_inputs, read_rows
 from kaiyuan.data.order import Order, OrderKind, order_by_rank, order_hash
@@ -51,6 +51,7 @@ from kaiyuan.files import (
 
 PLAN = "plan.json"
 FORMAT = 1  # raise it when the bytes of a shard would change for the same input
+_WORTH_A_PROCESS = 16 << 20  # bytes of text; below, starting a process takes longer than the work
 _SAMPLE_PARTS, _SAMPLE_CHARS = 8, 100_000
 
 
@@ -228,7 +229,7 @@ def run_conversion(
         finished = _begin(plan)
         if finished is not None and (finished["single"] is not None or not single):
             return finished
-        records = _run_missing(plan, workers or _cores(executor), executor)
+        records = _run_missing(plan, workers or count_cores(executor), executor)
         for file in plan.files:
             check_unchanged(file)
         return _finish(plan, records, single)
@@ -363,8 +364,9 @@ def _run_missing(plan: Conversion, workers: int, executor: ExecutorName) -> list
     missing = [unit for unit in plan.units if records[unit.number] is None]
     sizes = {unit.number: plan.bytes_of(unit) for unit in plan.units}
     total = sum(sizes.values())
-    done = total - sum(sizes[unit.number] for unit in missing)
-    with ConversionProgress(total, done) as progress:
+    left = sum(sizes[unit.number] for unit in missing)
+    workers = min(workers, 1 + left // _WORTH_A_PROCESS)
+    with ConversionProgress(total, total - left) as progress:
         for record in run_units(plan.job, missing, plan.files, workers, executor):
             number = record["unit"]["number"]
             records[number] = record
@@ -416,13 +418,21 @@ def _finish(plan: Conversion, records: list[dict[str, Any]], single: bool) -> di
 def _order_of(plan: Conversion, prefixes: list[Path]) -> Order:
     if plan.order == "file":
         return Order(None, 0)
+    return order_by_rank(_ranks_of(prefixes), descending=plan.order == "rank-desc")
+
+
+def _ranks_of(prefixes: list[Path]) -> NDArray[Any]:
     parts = [np.load(f"{prefix}.ranks.npy", allow_pickle=False) for prefix in prefixes]
     kinds = {part.dtype.kind for part in parts}
-    if len(kinds) > 1 and any(p.dtype.kind == "i" and np.abs(p).max() > 2**53 for p in parts):
+    if len(kinds) > 1 and any(_beyond_doubles(part) for part in parts):
         raise UserError(
             "some files have whole ranks above 2^53 and others fractions: they cannot be compared"
         )
-    return order_by_rank(np.concatenate(parts), descending=plan.order == "rank-desc")
+    return np.concatenate(parts)
+
+
+def _beyond_doubles(ranks: NDArray[Any]) -> bool:
+    return ranks.dtype.kind == "i" and max(int(ranks.max()), -int(ranks.min())) > 2**53
 
 
 def _inputs_of(plan: Conversion, records: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -454,13 +464,3 @@ def _shard_entry(folder: Path, record: dict[str, Any]) -> dict[str, Any]:
         "tokens": record["counts"]["tokens"],
         "files": record["files"],
     }
-
-
-def _cores(executor: ExecutorName) -> int:
-    if executor == "local":
-        return len(os.sched_getaffinity(0))
-    import ray
-
-    if not ray.is_initialized():
-        ray.init(log_to_driver=False)
-    return max(1, int(ray.cluster_resources().get("CPU", 1)))

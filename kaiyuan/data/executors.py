@@ -32,6 +32,25 @@ def run_units(
         yield from _run_in_processes(job, units, files, workers)
 
 
+def count_cores(name: ExecutorName) -> int:
+    """Return how many cores this process, or the Ray cluster, may use."""
+    if name == "local":
+        # Not everywhere can a process be bound to cores.
+        bound = getattr(os, "sched_getaffinity", None)
+        return len(bound(0)) if bound else os.cpu_count() or 1
+    return max(1, int(_connect_to_ray().cluster_resources().get("CPU", 1)))
+
+
+def _connect_to_ray() -> Any:
+    try:
+        import ray
+    except ImportError:
+        raise UserError("--executor ray needs Ray: pip install 'kaiyuan[ray]'") from None
+    if not ray.is_initialized():
+        ray.init(log_to_driver=False)
+    return ray
+
+
 def _run_in_processes(
     job: Job, units: Sequence[Unit], files: Sequence[InputFile], workers: int
 ) -> Iterator[dict[str, Any]]:
@@ -68,12 +87,7 @@ def _die_with(parent: int) -> None:
 def _run_on_ray(
     job: Job, units: Sequence[Unit], files: Sequence[InputFile], workers: int
 ) -> Iterator[dict[str, Any]]:
-    try:
-        import ray
-    except ImportError:
-        raise UserError("--executor ray needs Ray: pip install 'kaiyuan[ray]'") from None
-    if not ray.is_initialized():
-        ray.init(log_to_driver=False)
+    ray = _connect_to_ray()
     environment = {"env_vars": {"RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}}
     remote = ray.remote(num_cpus=1, runtime_env=environment)(run_unit)
     waiting = list(reversed(units))

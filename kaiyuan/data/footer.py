@@ -93,9 +93,14 @@ def read_tail(source: Source) -> bytes:
 
 
 class FooterReader:
-    """Parse footers in a process of their own."""
+    """Parse footers in a process of their own.
 
-    def __init__(self) -> None:
+    Args:
+        text, rank: names of the two columns that matter.
+    """
+
+    def __init__(self, text: str = TEXT, rank: str = RANK) -> None:
+        self._columns = [text, rank]
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Self:
@@ -121,7 +126,7 @@ class FooterReader:
             tail = read_tail(source)
         if self._process is None:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", __name__],
+                [sys.executable, "-m", __name__, *self._columns],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
@@ -143,7 +148,7 @@ class FooterReader:
         return Footer(**{**answer, "groups": [Group(**group) for group in answer["groups"]]})
 
 
-def parse(tail: bytes) -> Footer:
+def parse(tail: bytes, text: str, rank: str) -> Footer:
     """Parse a footer; on some damaged ones the process ends."""
     with pq.ParquetFile(io.BytesIO(_MAGIC + tail)) as file:
         meta, schema = file.metadata, file.schema_arrow
@@ -151,7 +156,7 @@ def parse(tail: bytes) -> Footer:
     if sum(group.num_rows for group in row_groups) != meta.num_rows:
         raise ValueError("its footer contradicts itself about the number of rows")
     chunks = [[group.column(i) for i in range(group.num_columns)] for group in row_groups]
-    has_text, has_rank = _has(schema, TEXT, _is_text), _has(schema, RANK, _is_number)
+    has_text, has_rank = _has(schema, text, _is_text), _has(schema, rank, _is_number)
     groups = []
     for group, columns in zip(row_groups, chunks, strict=True):
         entry = Group(group.num_rows)
@@ -159,9 +164,11 @@ def parse(tail: bytes) -> Footer:
         for chunk in columns:
             stats = chunk.statistics
             nulls = stats.null_count if stats is not None and stats.has_null_count else None
-            if chunk.path_in_schema == TEXT and has_text:
+            if chunk.path_in_schema == text and has_text:
+                if chunk.num_values != group.num_rows:
+                    raise ValueError("its footer contradicts itself about the number of rows")
                 entry.text_bytes, entry.text_nulls = chunk.total_uncompressed_size, nulls
-            elif chunk.path_in_schema == RANK and has_rank:
+            elif chunk.path_in_schema == rank and has_rank:
                 entry.rank_nulls = nulls
                 if stats is not None and stats.has_min_max:
                     entry.rank_low, entry.rank_high = stats.min, stats.max
@@ -195,7 +202,7 @@ def _serve() -> None:
     for line in sys.stdin.buffer:
         try:
             with reading():
-                answer = asdict(parse(base64.b64decode(line)))
+                answer = asdict(parse(base64.b64decode(line), *sys.argv[1:]))
         except Damaged as fault:
             answer = {"fault": str(fault)}
         print(json.dumps(answer), flush=True)

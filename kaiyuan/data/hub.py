@@ -57,7 +57,7 @@ class HuggingFaceHub:
 
     def resolve(self, revision: str | None) -> str:
         """Return the commit that a branch or tag stands for now."""
-        sha = self._ask(lambda: self.api.dataset_info(self.repo, revision=revision).sha)
+        sha = self._ask(lambda: self.api.dataset_info(self.repo, revision=revision).sha, attempts=4)
         if not sha:
             raise UserError(
                 f"{self.connection.endpoint.host} does not tell the commit of {self.repo}"
@@ -73,9 +73,10 @@ class HuggingFaceHub:
             )
             return [_described(entry) for entry in tree if isinstance(entry, RepoFile)]
 
-        return self._ask(listing)
+        # huggingface_hub makes six attempts of its own within each of these.
+        return self._ask(listing, attempts=2)
 
-    def _ask(self, question: Callable[[], Result]) -> Result:
+    def _ask(self, question: Callable[[], Result], attempts: int) -> Result:
         def asked() -> Result:
             try:
                 return question()
@@ -84,8 +85,7 @@ class HuggingFaceHub:
             except (ValueError, KeyError, TypeError) as error:
                 raise BadAnswer("its answer is not a listing of files") from error
 
-        # huggingface_hub makes six attempts of its own within each of these.
-        return self.connection.patiently(asked, attempts=2)
+        return self.connection.patiently(asked, attempts)
 
     def request(self, path: str, revision: str) -> tuple[str, dict[str, str]]:
         """Return the address of a file and the headers to ask for it with."""

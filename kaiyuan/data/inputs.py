@@ -5,6 +5,7 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from kaiyuan.data.footer import Damaged, FooterReader
+from kaiyuan.data.sources import Source
 from kaiyuan.errors import UserError
 
 # A batch is the unit of decoding and encoding: big enough to hide the cost of a call, small
@@ -83,10 +86,13 @@ def find_inputs(
             raise UserError(f"{path} is among the inputs twice")
         seen.add(path)
     shared = Path(os.path.commonpath([path.parent for path in paths]))
-    return [
-        _read_footer(path, path.relative_to(shared).as_posix(), text_column, rank_column)
-        for path in paths
-    ]
+    with FooterReader(text_column, rank_column) as reader:
+        return [
+            _read_footer(
+                reader, path, path.relative_to(shared).as_posix(), text_column, rank_column
+            )
+            for path in paths
+        ]
 
 
 def read_rows(
@@ -150,44 +156,31 @@ def _natural(path: Path) -> list[Any]:
     return [int(t) if i % 2 else t for i, t in enumerate(re.split(r"([0-9]+)", path.as_posix()))]
 
 
-def _read_footer(path: Path, name: str, text_column: str, rank_column: str) -> InputFile:
+def _read_footer(
+    reader: FooterReader, path: Path, name: str, text_column: str, rank_column: str
+) -> InputFile:
+    stat = path.stat()
     try:
-        with pq.ParquetFile(path) as parquet:
-            meta, schema = parquet.metadata, parquet.schema_arrow
-    except (pa.ArrowException, OSError) as error:
-        raise UserError(f"{path} is not a whole parquet file: {_first_line(error)}") from None
-    if text_column not in schema.names:
+        footer = reader.read(Source(str(path), stat.st_size, partial(path.open, "rb")))
+    except Damaged as damage:
+        raise UserError(f"{path} is not a whole parquet file: it {damage}") from None
+    if text_column not in footer.columns:
         raise UserError(
-            f"{path} has no column {text_column!r}, only {', '.join(schema.names)}: "
+            f"{path} has no column {text_column!r}, only {', '.join(footer.columns)}: "
             "name the one to convert with --text-column"
         )
-    kind = schema.field(text_column).type
-    if not _is_text(kind):
+    if not footer.has_text:
+        kind = footer.columns[text_column]
         raise UserError(f"{path}: column {text_column!r} is {kind}, where text is needed")
-    groups = [meta.row_group(i) for i in range(meta.num_row_groups)]
-    # A column of text is one leaf; its place among the leaves is not that in the schema if
-    # nested columns stand before it.
-    leaf = [meta.schema.column(i).path for i in range(meta.num_columns)].index(text_column)
-    values = [group.column(leaf).num_values for group in groups]
-    rows = [group.num_rows for group in groups]
-    if values != rows or sum(rows) != meta.num_rows:
-        raise UserError(f"{path} is damaged: its footer contradicts itself about its rows")
-    stat = path.stat()
     return InputFile(
         path=path,
         name=name,
         size=stat.st_size,
         mtime_ns=stat.st_mtime_ns,
-        rows=tuple(rows),
-        text_bytes=tuple(group.column(leaf).total_uncompressed_size for group in groups),
-        rank_type=str(schema.field(rank_column).type) if rank_column in schema.names else None,
+        rows=tuple(group.rows for group in footer.groups),
+        text_bytes=tuple(group.text_bytes for group in footer.groups),
+        rank_type=footer.columns.get(rank_column),
     )
-
-
-def _is_text(kind: pa.DataType) -> bool:
-    if pa.types.is_dictionary(kind):
-        kind = kind.value_type
-    return kind in (pa.string(), pa.large_string(), pa.string_view())
 
 
 def _batch_rows(file: InputFile, groups: range) -> int:

@@ -15,23 +15,28 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from kaiyuan.data.footer import RANK, TEXT, Footer
+from kaiyuan.data.footer import RANK, TEXT, Footer, Group
 from kaiyuan.data.language import look_at
 
 _SMALL = 256 << 20  # bytes of text, uncompressed, that are gone through row by row
-_BATCH = 32  # rows decoded at a time: long documents must not pile up
+_BATCH_BYTES = 1 << 20  # of text decoded at a time: long documents must not pile up
+_BATCH_ROWS = (32, 1024)  # whatever the mean length
 _TOKENISED = 1_000_000  # characters of a document that are tokenised; the rest by proportion
 _SHOWN = 300  # characters of a document that are shown
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where to sample: rows of one row group, every ``stride``-th, ``rows`` of them."""
+    """Where to sample: every ``stride``-th of the first ``rows`` rows of a row group.
+
+    ``batch`` is how many rows to decode at a time.
+    """
 
     file: int
     group: int
     rows: int
     stride: int
+    batch: int
 
 
 @dataclass
@@ -83,18 +88,23 @@ class TextReport:
 def choose_places(footers: list[Footer], wanted: int) -> list[Place]:
     """Spread a sample of about ``wanted`` rows over the row groups of all files."""
     groups = [
-        (file, number, group.rows)
+        (file, number, group)
         for file, footer in enumerate(footers)
         for number, group in enumerate(footer.groups)
         if group.rows
     ]
-    if sum(group.text_bytes for footer in footers for group in footer.groups) <= _SMALL:
-        stride = max(1, sum(rows for _, _, rows in groups) // wanted)
-        return [Place(file, number, rows, stride) for file, number, rows in groups]
+    if sum(group.text_bytes for _, _, group in groups) <= _SMALL:
+        stride = max(1, sum(group.rows for _, _, group in groups) // wanted)
+        return [Place(f, n, group.rows, stride, _batch(group)) for f, n, group in groups]
     count = min(len(groups), max(50, wanted // 20))
     chosen = [groups[int((index + 0.5) * len(groups) / count)] for index in range(count)]
     each = math.ceil(wanted / count)
-    return [Place(file, number, min(each, rows), 1) for file, number, rows in chosen]
+    return [Place(f, n, min(each, group.rows), 1, _batch(group)) for f, n, group in chosen]
+
+
+def _batch(group: Group) -> int:
+    low, high = _BATCH_ROWS
+    return min(max(low, _BATCH_BYTES * group.rows // max(group.text_bytes, 1)), high)
 
 
 def sampled_rows(
@@ -103,8 +113,9 @@ def sampled_rows(
     """Yield text (as bytes, None for null) and rank of the rows of a place."""
     columns = [TEXT, RANK] if ranked else [TEXT]
     seen = 0
-    for batch in file.iter_batches(_BATCH, row_groups=[place.group], columns=columns):
-        picks = pa.array(np.arange(-seen % place.stride, len(batch), place.stride))
+    for batch in file.iter_batches(place.batch, row_groups=[place.group], columns=columns):
+        end = min(len(batch), place.rows - seen)
+        picks = pa.array(np.arange(-seen % place.stride, end, place.stride))
         seen += len(batch)
         texts = _as_bytes(batch.column(TEXT)).take(picks).to_pylist()
         ranks = batch.column(RANK).take(picks).to_pylist() if ranked else [None] * len(texts)

@@ -10,6 +10,7 @@ import json
 import shutil
 import tempfile
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -75,7 +76,7 @@ def load_tokenizer(folder: Path) -> TokenizerInfo:
         raise UserError(f"{folder} is not a whole tokenizer: {', '.join(missing)} missing")
     raw = (folder / "tokenizer.json").read_bytes()
     spec = _read_spec(folder / "tokenizer.json")
-    vocab, merges = spec["model"]["vocab"], _pairs(spec["model"]["merges"])
+    vocab, merges = spec["model"]["vocab"], _merges_of(spec)
     if _read_json(folder / "vocab.json") != vocab:
         raise UserError(f"{folder}: vocab.json and tokenizer.json hold different vocabularies")
     if _read_merges(folder / "merges.txt") != merges:
@@ -126,8 +127,7 @@ def extract_tokenizer(source: str, output: Path) -> TokenizerInfo:
         if not (made / "vocab.json").exists():
             write_json(made / "vocab.json", spec["model"]["vocab"])
         merges = made / "merges.txt"
-        pairs = _read_merges(merges) if merges.exists() else _pairs(spec["model"]["merges"])
-        _write_merges(merges, pairs)
+        _write_merges(merges, _read_merges(merges) if merges.exists() else _merges_of(spec))
         load_tokenizer(made)
         return _install(made, Path(output), source)
 
@@ -185,7 +185,7 @@ def train_tokenizer(texts: Iterable[str], output: Path, vocab_size: int) -> Toke
         made = Path(scratch)
         write_json(made / "tokenizer.json", spec)
         write_json(made / "vocab.json", spec["model"]["vocab"])
-        _write_merges(made / "merges.txt", _pairs(spec["model"]["merges"]))
+        _write_merges(made / "merges.txt", _merges_of(spec))
         write_json(made / "tokenizer_config.json", _config(spec["added_tokens"]))
         return _install(made, Path(output), "trained")
 
@@ -279,15 +279,20 @@ def choose_encoder(
     info: TokenizerInfo, wanted: EncoderName, special_text: SpecialText, sample: Sequence[str]
 ) -> EncoderChoice:
     """Take ``fast`` if it is wanted and gives the ids of ``hf`` on every text of the sample."""
-    reference = load_encoder(info.folder, info.json_sha256, "hf", special_text)
-    ids, lengths = reference.encode(sample)
-    if wanted == "hf":
-        return EncoderChoice("hf", "", len(ids))
-    try:
-        fast = load_encoder(info.folder, info.json_sha256, "fast", special_text)
-        fast_ids, fast_lengths = fast.encode(sample)
-    except Exception as error:  # whatever fastokens raises for a tokenizer that it cannot do
-        return EncoderChoice("hf", f"fastokens cannot use this tokenizer: {error}", len(ids))
+
+    def encode_with(name: EncoderName) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
+        return load_encoder(info.folder, info.json_sha256, name, special_text).encode(sample)
+
+    # fastokens takes a second to load Qwen's vocabulary: meanwhile the other one encodes.
+    with ThreadPoolExecutor(1) as pool:
+        promise = pool.submit(encode_with, "fast") if wanted == "fast" else None
+        ids, lengths = encode_with("hf")
+        if promise is None:
+            return EncoderChoice("hf", "", len(ids))
+        try:
+            fast_ids, fast_lengths = promise.result()
+        except Exception as error:  # whatever fastokens raises for a tokenizer that it cannot do
+            return EncoderChoice("hf", f"fastokens cannot use this tokenizer: {error}", len(ids))
     if not (np.array_equal(ids, fast_ids) and np.array_equal(lengths, fast_lengths)):
         return EncoderChoice("hf", "fastokens gives other ids on this input", len(ids))
     return EncoderChoice("fast", "", len(ids))
@@ -309,29 +314,26 @@ def _read_spec(path: Path) -> dict[str, Any]:
     return spec
 
 
-def _pairs(merges: list[Any]) -> list[list[str]]:
-    """Merges are written as ``"a b"`` in older files, as ``["a", "b"]`` in newer ones."""
-    return [m.split(" ") if isinstance(m, str) else list(m) for m in merges]
+def _merges_of(spec: dict[str, Any]) -> list[str]:
+    """Merges are ``"a b"`` in older files and in merges.txt, ``["a", "b"]`` in newer ones."""
+    return [m if isinstance(m, str) else " ".join(m) for m in spec["model"]["merges"]]
 
 
-def _read_merges(path: Path) -> list[list[str]]:
-    # newline="" and split("\n"): nothing but a line end may be taken for one.
-    text = path.read_bytes().decode("utf-8", "replace")
-    lines = [line.removesuffix("\r") for line in text.split("\n")]
-    if lines[0].startswith("#version"):
-        lines = lines[1:]
-    return [line.split(" ") for line in lines if line]
+def _read_merges(path: Path) -> list[str]:
+    # split("\n"), not splitlines: nothing but a line end may be taken for one.
+    text = path.read_bytes().decode("utf-8", "replace").replace("\r\n", "\n")
+    lines = text.removesuffix("\n").split("\n")
+    return lines[1:] if lines[0].startswith("#version") else lines
 
 
-def _write_merges(path: Path, merges: list[list[str]]) -> None:
+def _write_merges(path: Path, merges: list[str]) -> None:
     with atomic_write(path) as stream:
-        stream.write(b"#version: 0.2\n")
-        stream.write("".join(f"{a} {b}\n" for a, b in merges).encode())
+        stream.write("\n".join(["#version: 0.2", *merges, ""]).encode())
 
 
-def _hash_of(spec: dict[str, Any], merges: list[list[str]]) -> str:
+def _hash_of(spec: dict[str, Any], merges: list[str]) -> str:
     # Truncation and padding are switched off when encoding, so they do not decide ids.
-    model = spec["model"] | {"merges": merges}
+    model = spec["model"] | {"merges": hashlib.sha256("\n".join(merges).encode()).hexdigest()}
     used = {k: v for k, v in spec.items() if k not in ("truncation", "padding")}
     return sha256_of_json(used | {"model": model})
 

@@ -3,17 +3,22 @@
 import argparse
 import contextlib
 import difflib
-import io
+import json
 import re
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
+from megatron.core.num_microbatches_calculator import destroy_num_microbatches_calculator
 from megatron.training.arguments import add_megatron_arguments, parse_and_validate_args
+from megatron.training.global_vars import destroy_global_vars
 
+from kaiyuan.config import OWN_ARGUMENTS, option
 from kaiyuan.errors import UserError
+from kaiyuan.megatron import cpu
 
-# What Megatron's defaults take for granted and a CPU cannot give.
+# What Megatron's defaults take for granted and a CPU cannot give; they stand before the run's own
+# arguments, which may say otherwise. Loader workers are not worth their start here.
 CPU_ARGUMENTS = (
     "--distributed-backend=gloo",
     "--use-cpu-initialization",
@@ -25,8 +30,8 @@ CPU_ARGUMENTS = (
 def add_own_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add the arguments that our entry point has beside Megatron's."""
     group = parser.add_argument_group(title="kaiyuan")
-    group.add_argument("--phase-name", default="phase", help="Name of the phase, for the records.")
-    group.add_argument("--record-to", help="CSV file that gets one line an iteration.")
+    for name, (kind, text) in OWN_ARGUMENTS.items():
+        group.add_argument(option(name), type=kind, help=text)
     return parser
 
 
@@ -76,12 +81,32 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         sys.argv = before
 
 
+def refused(phases: dict[str, list[str]]) -> dict[str, str]:
+    """Return why command lines are refused, by their names; those that are not are left out."""
+    reasons = {}
+    for name, argv in phases.items():
+        # Parsing fills Megatron's global variables, once a process.
+        destroy_global_vars()
+        destroy_num_microbatches_calculator()
+        try:
+            parse([*CPU_ARGUMENTS, *argv] if cpu.is_active() else argv)
+        except UserError as error:
+            reasons[name] = str(error)
+    return reasons
+
+
 def main() -> None:
-    """Print the list of option names, as kept in ``kaiyuan/megatron_arguments.txt``."""
-    with contextlib.redirect_stdout(io.StringIO()):
-        names = option_names()
-    for name, kind in sorted(names.items()):
-        print(name, kind)
+    """Print the option names, as kept in ``kaiyuan/megatron_arguments.txt``.
+
+    With ``--check``, read command lines as JSON from the standard input and print those that are
+    refused, with the reasons.
+    """
+    with contextlib.redirect_stdout(sys.stderr):
+        if sys.argv[1:] == ["--check"]:
+            answer = json.dumps(refused(json.load(sys.stdin)))
+        else:
+            answer = "\n".join(f"{name} {kind}" for name, kind in sorted(option_names().items()))
+    print(answer)
 
 
 if __name__ == "__main__":

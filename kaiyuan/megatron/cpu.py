@@ -20,9 +20,10 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from kaiyuan.config import MEGATRON_VERSIONS
 from kaiyuan.errors import UserError
 
-SUPPORTED_VERSIONS = ("0.19.2",)
+SUPPORTED_VERSIONS = MEGATRON_VERSIONS
 
 CPU = torch.device("cpu")
 

@@ -53,7 +53,8 @@ def cross_entropy(
 
         return loss_kernels.cross_entropy(logits, labels, group)
     if group is not None:
-        return vocab_parallel_cross_entropy(logits, labels, tp_group=group)
+        # It views the labels as one row, which a transposed tensor does not allow.
+        return vocab_parallel_cross_entropy(logits, labels.contiguous(), tp_group=group)
     losses = F.cross_entropy(logits.flatten(0, -2).float(), labels.flatten(), reduction="none")
     return losses.view(labels.shape)
 

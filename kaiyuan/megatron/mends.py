@@ -19,6 +19,7 @@ def install() -> None:
         DistributedOptimizer.sharded_state_dict = _with_state(
             DistributedOptimizer.sharded_state_dict
         )
+        DistributedOptimizer.load_state_dict = _with_own_steps(DistributedOptimizer.load_state_dict)
     DistributedOptimizer._set_main_param_and_optimizer_states = _writable(
         DistributedOptimizer._set_main_param_and_optimizer_states
     )
@@ -42,6 +43,21 @@ def _with_state(sharded_state_dict: Any) -> Any:
         if is_loading and not self.optimizer.state:
             self._init_optimizer_states_with_dummy_values()
         return sharded_state_dict(self, model_state, is_loading, **more)
+
+    return wrapped
+
+
+def _with_own_steps(load_state_dict: Any) -> Any:
+    """Give each parameter a step number of its own after loading.
+
+    Megatron hands one tensor to all of them, and torch's AdamW counts it up once a parameter: after
+    a resume, the bias correction of Adam is that of many more steps than were taken.
+    """
+
+    def wrapped(self: Any, state: dict[str, Any]) -> None:
+        load_state_dict(self, state)
+        for values in self.optimizer.state.values():
+            values["step"] = values["step"].clone()
 
     return wrapped
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from megatron.core.enums import ModelType
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.training import get_args, pretrain
 from megatron.training.argument_utils import (
     gpt_config_from_args,
@@ -19,8 +20,8 @@ from torch import Tensor
 
 from kaiyuan.data.phase import ConvertedPhase
 from kaiyuan.errors import UserError
-from kaiyuan.megatron import arguments, cpu, fallbacks, layers, loss, mends, records
-from kaiyuan.megatron.dataset import OrderedDataset
+from kaiyuan.megatron import arguments, cpu, fallbacks, layers, loss, mends, nodes, records
+from kaiyuan.megatron.dataset import OrderedDataset, build_ends
 
 
 def loss_function(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -43,14 +44,31 @@ def loss_function(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, di
 def forward_step(batches: Iterator[dict[str, Tensor]], model: torch.nn.Module) -> tuple[Any, Any]:
     """Run the model on the next micro-batch; return its output and the loss function."""
     batch = {name: x.cuda(non_blocking=True) for name, x in next(batches).items()}
+    documents = None
+    if get_args().reset_attention_mask:
+        documents = packed_documents(batch["position_ids"])
+        batch = {name: x.view(1, -1) for name, x in batch.items()}
     losses = model(
         batch["tokens"],
         batch["position_ids"],
         None,
         labels=batch["labels"],
+        packed_seq_params=documents,
         output_processor=loss.token_losses,
     )
     return losses, partial(loss_function, batch["loss_mask"])
+
+
+def packed_documents(position_ids: Tensor) -> PackedSeqParams:
+    """Return the boundaries of documents, across which no token attends.
+
+    Args:
+        position_ids: [batch, sequence], 0 at the first token of each document and each sample.
+    """
+    begins = torch.nonzero(position_ids.reshape(-1) == 0).view(-1).to(torch.int32)
+    bounds = torch.cat([begins, begins.new_tensor([position_ids.numel()])])
+    longest = int(bounds.diff().max())
+    return PackedSeqParams("thd", bounds, bounds, max_seqlen_q=longest, max_seqlen_kv=longest)
 
 
 def provide_datasets(
@@ -64,7 +82,17 @@ def provide_datasets(
             f"{phase.folder} was made with a vocabulary of {phase.vocab_size} entries, "
             f"the model has {args.padded_vocab_size}"
         )
-    return OrderedDataset(phase, args.seq_length), None, None
+    cache = Path(args.data_cache_path) if args.data_cache_path else None
+    if cache and args.local_rank == 0:
+        build_ends(phase, cache)
+    nodes.check_same(phase.content_hash, f"the data in {phase.folder}")
+    if args.save:
+        nodes.check_shared(Path(args.save))
+    return (
+        OrderedDataset(phase, args.seq_length, cache, reset_positions=args.reset_attention_mask),
+        None,
+        None,
+    )
 
 
 # Every tensor-parallel rank reads the (memory-mapped) data itself; nothing is broadcast.
@@ -74,19 +102,36 @@ provide_datasets.is_distributed = True  # type: ignore[attr-defined]
 def run(argv: Sequence[str]) -> None:
     """Train with these Megatron arguments."""
     if cpu.is_active():
-        argv = [*argv, *arguments.CPU_ARGUMENTS]
+        argv = [*arguments.CPU_ARGUMENTS, *argv]
     else:
         fallbacks.install()
     mends.install()
     args = arguments.parse(argv)
     if args.context_parallel_size > 1:
         raise UserError("context_parallel_size must be 1: our attention does not split sequences")
+    _check_document_masks(args)
     model_config = gpt_config_from_args(args)
     if args.transformer_impl == "local":
         model_config.transformer_layer_spec = layers.block_spec
     if args.record_to:
-        records.install(Path(args.record_to), args.phase_name)
+        records.install(args)
     config = pretrain_cfg_container_from_args(args, model_config)
     pretrain(config, provide_datasets, ModelType.encoder_or_decoder, forward_step)
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
+
+
+def _check_document_masks(args: Any) -> None:
+    if args.reset_position_ids != args.reset_attention_mask:
+        raise UserError(
+            "reset_position_ids and reset_attention_mask must be given together: rotary positions "
+            "are relative, so that counting anew means something only where documents are apart"
+        )
+    stages, samples = args.pipeline_model_parallel_size, args.micro_batch_size
+    if args.reset_attention_mask and stages > 1 and samples > 1:
+        raise UserError(
+            "reset_attention_mask with pipeline_model_parallel_size > 1 needs micro_batch_size=1: "
+            "the samples of a micro-batch are laid end to end"
+        )
+    if args.eod_mask_loss:
+        raise UserError("eod_mask_loss is not supported: the end of a document is learnt too")

@@ -1,16 +1,22 @@
 """One line an iteration: what was trained on, and how it went."""
 
 import csv
+import math
+import statistics
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import megatron.training.training as training
 import torch
-from megatron.training import get_args
+from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
 
+from kaiyuan.errors import UserError
+from kaiyuan.estimate import flops_per_token, peak_tflops
 from kaiyuan.files import atomic_write
+from kaiyuan.rank import MARK
 
 COLUMNS = (
     "iteration",
@@ -18,28 +24,37 @@ COLUMNS = (
     "samples",  # consumed over all phases after this iteration
     "tokens",
     "loss",  # mean cross-entropy of the iteration's tokens, nats
-    "learning_rate",
-    "grad_norm",  # before clipping
+    "learning_rate",  # after this iteration: the next one is taken with it
+    "grad_norm",  # before clipping; empty where the step was skipped
     "seconds",  # since the iteration before; empty for the first of a process
+    "phase_samples",  # consumed of this phase's data: the position in it, in samples
+    "tokens_per_second",  # of all GPUs together
+    "tflops",  # a GPU and second; kaiyuan.estimate.flops_per_token has the convention
+    "mfu",  # share of the GPU's peak in bf16; empty where the GPU is not known
 )
+# A loss is compared with the median of so many steps before it, at least so many.
+_WINDOW, _ENOUGH = 100, 10
 
 
-def install(path: Path, phase: str) -> None:
-    """Record each iteration of the coming training to a CSV file.
+def install(args: Any) -> None:
+    """Record each iteration of the coming training to ``args.record_to``, a CSV file.
 
     Megatron's ``training_log`` sees the reduced loss of every iteration on the last rank, which
-    writes the file.
+    writes the file, and the same figures to TensorBoard and W&B where they are used.
     """
-    recorder = _Recorder(path, phase, training.training_log)
+    recorder = _Recorder(args, training.training_log)
     training.training_log = recorder.log
 
 
 class _Recorder:
-    def __init__(self, path: Path, phase: str, training_log: Callable[..., Any]) -> None:
-        self.path = path
-        self.phase = phase
+    def __init__(self, args: Any, training_log: Callable[..., Any]) -> None:
+        self.args = args
+        self.path = Path(args.record_to)
         self.training_log = training_log
         self.last_time: float | None = None
+        self.losses: deque[float] = deque(maxlen=_WINDOW)
+        self.flops = flops_per_token(vars(args))
+        self.peak = peak_tflops(torch.cuda.get_device_name())
 
     def log(
         self,
@@ -62,31 +77,80 @@ class _Recorder:
     def _write(
         self, iteration: int, loss: float, learning_rate: float | None, grad_norm: float | None
     ) -> None:
-        now = time.perf_counter()
         if self.last_time is None:
-            forget_after(self.path, iteration - 1)
-        args = get_args()
+            kept = forget_after(self.path, iteration - 1)
+            self.losses.extend(float(row[COLUMNS.index("loss")]) for row in kept[-_WINDOW:])
+        seconds = None if self.last_time is None else time.perf_counter() - self.last_time
+        speed = self._speed(seconds) if seconds else {}
+        samples = self.args.consumed_train_samples
+        position = samples - self._steps_before(iteration) * self.args.global_batch_size
         row = (
             iteration,
-            self.phase,
-            args.consumed_train_samples,
-            args.consumed_train_samples * args.seq_length,
+            self.args.phase_name,
+            samples,
+            samples * self.args.seq_length,
             f"{loss:.9g}",
             f"{learning_rate or 0:.9g}",
             "" if grad_norm is None else f"{grad_norm:.9g}",
-            "" if self.last_time is None else f"{now - self.last_time:.4f}",
+            f"{seconds:.4f}" if seconds else "",
+            position,
+            *(f"{speed[name]:.4g}" if name in speed else "" for name in COLUMNS[-3:]),
         )
         with self.path.open("a", newline="", encoding="utf-8") as stream:
             csv.writer(stream).writerow(row)
+        if iteration % self.args.log_interval == 0:
+            rate = f"learning rate {learning_rate or 0:.2e}"
+            steps = self.args.train_iters
+            print(f"{MARK}step {iteration:,} of {steps:,}: loss {loss:.4f}, {rate}", flush=True)
+        self._track(iteration, {**speed, "phase_samples": position})
+        self._check_jump(iteration, loss)
+        self.losses.append(loss)
         self.last_time = time.perf_counter()
 
+    def _steps_before(self, iteration: int) -> int:
+        """Return the steps that were done when the phase of an iteration began."""
+        return max(
+            (t for t in self.args.phase_transition_iterations or () if t < iteration), default=0
+        )
 
-def forget_after(path: Path, iteration: int) -> None:
+    def _speed(self, seconds: float) -> dict[str, float]:
+        tokens = self.args.global_batch_size * self.args.seq_length / seconds
+        tflops = tokens * self.flops / self.args.world_size / 1e12
+        speed = {"tokens_per_second": tokens, "tflops": tflops}
+        return speed | ({"mfu": tflops / self.peak} if self.peak else {})
+
+    def _track(self, iteration: int, values: dict[str, float]) -> None:
+        named = {f"kaiyuan/{self.args.phase_name}/{name}": v for name, v in values.items()}
+        if writer := get_tensorboard_writer():
+            for name, value in named.items():
+                writer.add_scalar(name, value, iteration)
+        if wandb := get_wandb_writer():
+            wandb.log(named, iteration)
+
+    def _check_jump(self, iteration: int, loss: float) -> None:
+        limit = self.args.max_loss_jump
+        if limit is None or len(self.losses) < _ENOUGH:
+            return
+        usual = statistics.median(self.losses)
+        if math.isfinite(loss) and loss <= usual + limit:
+            return
+        raise UserError(
+            f"the loss of step {iteration} is {loss:.3f}, more than max_loss_jump={limit:g} above "
+            f"{usual:.3f}, the median of the {len(self.losses)} steps before; nothing was saved "
+            f"since the last checkpoint: give the same command again with iterations_to_skip="
+            f"[{iteration}] to leave that step's data out, or with a higher max_loss_jump"
+        )
+
+
+def forget_after(path: Path, iteration: int) -> list[list[str]]:
     """Drop the records of iterations that a resumed run does again.
 
     Args:
         path: the CSV file; it is made, with its header, where it is missing.
         iteration: the last one that stays.
+
+    Returns:
+        The records that stay.
     """
     kept: list[list[str]] = []
     if path.exists():
@@ -95,3 +159,4 @@ def forget_after(path: Path, iteration: int) -> None:
         kept = [row for row in rows if len(row) == len(COLUMNS) and int(row[0]) <= iteration]
     with atomic_write(path, "w") as out:
         csv.writer(out).writerows([COLUMNS, *kept])
+    return kept

@@ -55,6 +55,7 @@ def test_mean_of_a_list_with_exponential_weights(run, weights, tmp_path):
     assert_is_mean(result, weights, {2: 1, 6: 2, 8: 4})
 
 
+@pytest.mark.slow
 def test_megatron_and_transformers_agree_on_an_average(run, tokens, tmp_path):
     averaged_weights(run, [6, 8], tmp_path)
     info = describe_checkpoint(tmp_path / "average")

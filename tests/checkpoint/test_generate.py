@@ -2,8 +2,6 @@
 
 import json
 import shutil
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -14,6 +12,7 @@ from kaiyuan.checkpoint.describe import describe_checkpoint
 from kaiyuan.checkpoint.parity import megatron_logits
 from kaiyuan.errors import UserError
 from kaiyuan.generate import Sampling, exported, generate
+from tests.conftest import run_kaiyuan
 
 PROMPT = "def load(self, name):\n"
 
@@ -88,10 +87,9 @@ def test_the_export_on_the_way_is_kept_and_never_stale(run, tmp_path):
 
 def test_command_line(run, tmp_path):
     copy = shutil.copytree(run, tmp_path / "run")
-    command = [sys.executable, "-c", "from kaiyuan.cli import main; main()", "generate", str(copy)]
-    command += ["--prompt-file", "-", "--max-new-tokens", "4", "--json"]
-    prompts = "import\ndef f\n"
-    out = subprocess.run(command, input=prompts, capture_output=True, text=True, check=True)
-    answer = json.loads(out.stdout)
+    prompts = tmp_path / "prompts"
+    prompts.write_text("import\ndef f\n")
+    done = run_kaiyuan("generate", copy, "--prompt-file", prompts, "--max-new-tokens", 4, "--json")
+    answer = json.loads(done.stdout)
     assert [entry["prompt"] for entry in answer] == ["import", "def f"]
     assert all(entry["text"] for entry in answer)

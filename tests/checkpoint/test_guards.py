@@ -5,12 +5,11 @@ import json
 import os
 import pickle
 import shutil
-import subprocess
-import sys
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from kaiyuan.checkpoint.describe import TRACKER, describe_checkpoint
 from kaiyuan.checkpoint.export import export
@@ -19,6 +18,8 @@ from kaiyuan.checkpoint.import_hf import import_hf
 from kaiyuan.checkpoint.load import INDEX, ModelTensors, TorchDistCheckpoint
 from kaiyuan.checkpoint.save import write_torch_dist
 from kaiyuan.errors import UserError
+from kaiyuan.runfolder import RUN_FILE
+from tests.conftest import one_line_error
 
 
 @pytest.fixture
@@ -117,7 +118,23 @@ def test_a_missing_part(broken, tmp_path):
         index.state_dict_metadata["decoder.layers.mlp.linear_fc1.weight"].chunks.pop()
 
     edit_index(broken.folder, drop)
-    refuses(broken, tmp_path, "the parts of decoder.layers.mlp.linear_fc1.weight hold")
+    refuses(broken, tmp_path, "the parts of decoder.layers.mlp.linear_fc1.weight do not make up")
+
+
+def test_a_part_in_the_place_of_another(broken, tmp_path):
+    def move(index):
+        """Give the gate of layer 0 once more in the place of its upper half."""
+        name = "decoder.layers.mlp.linear_fc1.weight"
+        gate, up = index.state_dict_metadata[name].chunks[:2]
+        assert tuple(up.offsets) == (0, 200, 0)
+        (place,) = (
+            v for k, v in index.storage_data.items() if (k.fqn, k.offset) == (name, gate.offsets)
+        )
+        up.offsets = torch.Size([0, 100, 0])
+        index.storage_data[MetadataIndex(name, up.offsets)] = place
+
+    edit_index(broken.folder, move)
+    refuses(broken, tmp_path, "the parts of decoder.layers.mlp.linear_fc1.weight do not make up")
 
 
 @pytest.mark.parametrize("key", ["num_layers", "ffn_hidden_size", "num_query_groups"])
@@ -206,7 +223,7 @@ def test_no_checkpoint(broken, tmp_path):
 
 
 def test_a_checkpoint_without_a_description(broken, tmp_path):
-    (broken.folder.parent.parent / "run.json").unlink()
+    (broken.folder.parent.parent / RUN_FILE).unlink()
     with pytest.raises(UserError, match="give --model FILE and --vocab-size N"):
         describe_checkpoint(broken.folder)
     file = tmp_path / "model.json"  # JSON is YAML
@@ -263,10 +280,6 @@ def test_foreign_configurations_are_not_imported(change, message, hf, tmp_path):
 def test_the_command_line_says_it_in_one_line(broken, tmp_path):
     data = next(broken.folder.glob("*.distcp"))
     data.unlink()
-    command = [sys.executable, "-c", "from kaiyuan.cli import main; main()", "export"]
-    command += [str(broken.folder), "--output", str(tmp_path / "hf")]
-    out = subprocess.run(command, capture_output=True, text=True)
-    assert out.returncode == 2
-    assert out.stderr.count("\n") == 1
-    assert f"{data.name} is missing" in out.stderr
+    line = one_line_error("export", broken.folder, "--output", tmp_path / "hf")
+    assert f"{data.name} is missing" in line
     assert not (tmp_path / "hf").exists()

@@ -43,7 +43,10 @@ def random_model(folder, dtype=torch.float32, tied=False):
     return folder
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize(
+    "tied",
+    [pytest.param(False, id="untied"), pytest.param(True, id="tied", marks=pytest.mark.slow)],
+)
 def test_megatron_has_the_logits_of_transformers(tied, tokens, tmp_path):
     model = random_model(tmp_path / "model", tied=tied)
     import_hf(model, tmp_path / "checkpoint")
@@ -73,7 +76,14 @@ def test_a_tokenizer_without_vocab_and_merges_is_completed(tokenizer, tmp_path):
         assert (tmp_path / "back" / name).read_bytes() == (tokenizer / name).read_bytes()
 
 
-@pytest.mark.parametrize("layout", ["tp2", pytest.param("tp2pp2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param("tp2", marks=pytest.mark.slow),
+        pytest.param("pp2", marks=pytest.mark.slow),
+        "tp2pp2",
+    ],
+)
 def test_training_starts_from_an_import_at_any_layout(layout, hf, plan, tokenizer, tmp_path):
     """A step with rate 0 leaves the weights as they were loaded."""
     import_hf(hf, tmp_path / "imported")

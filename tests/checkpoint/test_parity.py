@@ -20,14 +20,9 @@ def test_export_has_megatrons_logits(expected, hf, tokens):
     assert abs(transformers_logits(hf, tokens) - expected).max() <= 1e-5
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        pytest.param("tp2", marks=pytest.mark.slow),
-        pytest.param("pp2", marks=pytest.mark.slow),
-        "tp2pp2",
-    ],
-)
+# In the usual run, test_import.py holds an export of such a checkpoint against these bytes.
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["tp2", "pp2", "tp2pp2"])
 def test_export_of_a_split_training_has_megatrons_logits(layout, trained, tokens, tmp_path):
     info = describe_checkpoint(trained(layout))
     export(info, tmp_path / "hf", "float32")

@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import io
 import json
+import sys
 import threading
 import time
 from dataclasses import dataclass, field
@@ -31,8 +32,8 @@ class Behaviour:
     """What the server does; tests change it while it runs.
 
     ``faults`` maps a file's path to a list of faults, one for each of its next answers:
-    "429", "503", "403", "404", "page", "page-chunked", "cut", "flip", "reset", "whole" (ignores
-    the range), "shifted" (another range), "longer", "gzip".
+    "429", "503", "403", "404", "page", "page-chunked", "stall" (no answer for 63 s), "cut", "flip",
+    "reset", "whole" (ignores the range), "shifted" (another range), "longer"; "" is none.
     """
 
     files: dict[str, bytes]
@@ -55,10 +56,7 @@ class HubServer:
         self.requests: list[tuple[str, str, dict[str, str]]] = []
         self.times: list[float] = []
         server = self
-        self.httpd = ThreadingHTTPServer(
-            ("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": server})
-        )
-        self.httpd.daemon_threads = True
+        self.httpd = _Httpd(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": server}))
         self.port = self.httpd.server_address[1]
         self.url = f"http://127.0.0.1:{self.port}"
         threading.Thread(target=self.httpd.serve_forever, args=(0.05,), daemon=True).start()
@@ -70,6 +68,15 @@ class HubServer:
     def gets(self, name: str) -> list[dict[str, str]]:
         """The headers of each request for the content of a file."""
         return [headers for _, path, headers in self.requests if path.endswith(name)]
+
+
+class _Httpd(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, request, client_address):
+        """A client that was killed is no news."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -167,7 +174,7 @@ class _Handler(BaseHTTPRequestHandler):
         data = behaviour.files[name]
         faults = behaviour.faults.get(name, [])
         fault = faults.pop(0) if faults else ""
-        if fault in ("429", "503", "403", "404", "page", "page-chunked"):
+        if fault in ("429", "503", "403", "404", "page", "page-chunked", "stall"):
             return self.refuse(fault)
         if fault == "flip":
             data = data[:100] + bytes([data[100] ^ 1]) + data[101:]
@@ -185,6 +192,10 @@ class _Handler(BaseHTTPRequestHandler):
         return self.send(status, body, more, stop, abrupt=fault == "reset")
 
     def refuse(self, fault):
+        if fault == "stall":
+            time.sleep(63)
+            self.close_connection = True
+            return None
         if fault == "page":
             return self.send(200, ERROR_PAGE, {"Content-Type": "text/html"})
         if fault == "page-chunked":

@@ -96,7 +96,8 @@ def summary_of(manifest):
     return [manifest["order"], manifest["counts"], shards]
 
 
-def test_workers_do_not_change_a_byte(ranked, small, tmp_path):
+def test_workers_do_not_change_a_byte(ranked, small, tmp_path, monkeypatch):
+    monkeypatch.setattr(convert_module, "_WORTH_A_PROCESS", 1)
     manifests = [
         convert([ranked], tmp_path / str(n), small.folder, order="rank", workers=n) for n in (1, 2)
     ]

@@ -17,6 +17,7 @@ import httpx2
 import pytest
 from huggingface_hub.utils import hf_raise_for_status
 
+from kaiyuan.cli import main
 from kaiyuan.data.connection import Connection, Endpoint, Patience, asked_to_wait
 from kaiyuan.data.download import Job, Plan, check_disk, download, preview
 from kaiyuan.data.fetch import digest_of, part_name
@@ -94,6 +95,23 @@ def test_faults_of_a_server_are_outlived(server, tmp_path, faults):
     download(job(server, tmp_path))
     assert contents(tmp_path) == {ONE: FILES[ONE], TWO: FILES[TWO]}
     assert server.behaviour.faults[ONE] == []  # all of them took place
+
+
+@pytest.mark.parametrize("faults", [["503", "page"], ["429", "429"], ["page", "503", "429"]])
+def test_faults_of_a_listing_are_outlived(server, tmp_path, faults):
+    server.behaviour.retry_after = "0"
+    server.behaviour.listing_faults = faults
+    assert download(job(server, tmp_path)).fetched == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["content", "listing"])
+def test_a_server_that_falls_silent_is_asked_again(server, tmp_path, where):
+    if where == "content":
+        server.behaviour.faults = {ONE: ["stall"]}
+    else:
+        server.behaviour.listing_faults = ["stall"]
+    assert download(job(server, tmp_path)).fetched == 2
 
 
 def test_a_cut_answer_is_gone_on_from_where_it_ended(server, tmp_path):
@@ -306,22 +324,32 @@ def test_nothing_but_the_endpoint_is_contacted_and_the_token_stays_secret(server
         (["--repo", "no/such"], "answers 404"),
     ],
 )
-def test_a_mistake_is_one_line_and_exit_code_2(server, tmp_path, options, message):
-    done = run_cli(server, tmp_path / "dest", *options)
-    assert done.returncode == 2
-    assert message in done.stderr
-    assert done.stderr.count("\n") == 1
-    assert "password" not in done.stderr.replace("name, password", "")
+def test_a_mistake_is_one_line_and_exit_code_2(
+    server, tmp_path, options, message, monkeypatch, capsys
+):
+    monkeypatch.setattr(
+        sys, "argv", ["kaiyuan", *command(server, tmp_path / "dest", "1")[3:], *options]
+    )
+    with pytest.raises(SystemExit, match="2"):
+        main()
+    told = capsys.readouterr().err
+    assert message in told
+    assert told.count("\n") == 1
+    assert "password" not in told.replace("name, password", "")
     assert not (tmp_path / "dest").exists()
 
 
 def interrupted(server, dest, seconds):
-    """Start a download and kill it with no chance to tidy up; True if it had ended before."""
+    """Kill a download some time after its first request for content; True if it had ended."""
+    server.requests.clear()
     process = subprocess.Popen(
         command(server, dest, "1,2"),
         stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )
+    while process.poll() is None and not server.gets(".parquet"):
+        time.sleep(0.01)
     with contextlib.suppress(subprocess.TimeoutExpired):
         return process.wait(seconds) == 0
     process.send_signal(signal.SIGKILL)
@@ -336,7 +364,7 @@ def kill_at_random(server, dest, seed):
     server.behaviour.ignore_ranges = seed % 4 == 3
     server.behaviour.faults = {ONE: chance.choices(["", "cut", "reset", "page", "503"], k=3)}
     killed = 0
-    while not interrupted(server, dest, chance.uniform(0.4, 2.0) if killed < 4 else 60):
+    while not interrupted(server, dest, chance.uniform(0, 0.8) if killed < 4 else 60):
         killed += 1
         for name, data in contents(dest).items():
             assert data == FILES[name], "a file under its final name must be whole"
@@ -356,6 +384,26 @@ def test_runs_killed_at_random_moments_end_as_the_undisturbed_one(server, tmp_pa
         killed += kill_at_random(server, dest, seed)
         assert {path: (dest / path).read_bytes() for path in calm} == calm
     assert killed >= len(seeds)
+
+
+def test_ctrl_c_stops_soon_and_the_next_run_goes_on(server, tmp_path):
+    server.behaviour.bytes_per_second = 20_000
+    process = subprocess.Popen(
+        command(server, tmp_path, "1"),
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    while not server.gets(TWO):
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    _, told = process.communicate(timeout=10)
+    assert process.returncode != 0
+    assert "Traceback" not in told
+    assert contents(tmp_path) == {}
+    server.behaviour.bytes_per_second = None
+    download(job(server, tmp_path))
+    assert contents(tmp_path) == {ONE: FILES[ONE], TWO: FILES[TWO]}
 
 
 def test_what_is_here_is_known_by_its_content(server, tmp_path):

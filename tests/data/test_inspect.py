@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 from tokenizers import Tokenizer
 
+from kaiyuan.cli import main
 from kaiyuan.data.footer import Footer, Group
 from kaiyuan.data.inspect import inspect, is_ordered
 from kaiyuan.data.inspect_page import quality_direction, write_html
@@ -345,14 +346,20 @@ def test_300_damaged_files_crash_nothing(tmp_path):
         (b"PAR1" + b"x" * 100 + b"\x10\0\0\0PAR1", "cannot be read as parquet: "),
     ],
 )
-def test_a_damaged_file_is_one_line_and_exit_code_2(tmp_path, content, message):
+def test_a_damaged_file_is_one_line_and_exit_code_2(
+    tmp_path, content, message, monkeypatch, capsys
+):
     (tmp_path / "bad.parquet").write_bytes(content)
-    done = run("inspect", tmp_path / "bad.parquet", "--html", tmp_path / "page.html")
-    assert done.returncode == 2
-    assert done.stderr.startswith(f"kaiyuan: {tmp_path}/bad.parquet {message}")
-    assert done.stderr.count("\n") == 1
-    assert done.stdout == ""
-    assert not (tmp_path / "page.html").exists()
+    page = tmp_path / "page.html"
+    arguments = ["kaiyuan", "inspect", f"{tmp_path}/bad.parquet", "--html", str(page)]
+    monkeypatch.setattr(sys, "argv", arguments)
+    with pytest.raises(SystemExit, match="2"):
+        main()
+    told = capsys.readouterr()
+    assert told.err.startswith(f"kaiyuan: {tmp_path}/bad.parquet {message}")
+    assert told.err.count("\n") == 1
+    assert told.out == ""
+    assert not page.exists()
 
 
 class Page(HTMLParser):
@@ -393,13 +400,13 @@ def test_the_table_and_the_script_of_the_reference(tmp_path):
     assert "--order rank goes from 1 to 2" in done.stdout
 
 
-def test_mistakes(tmp_path):
+def test_a_tokenizer_that_is_none(tmp_path):
     path = write(tmp_path / "a.parquet", {"text": ["x"]})
-    done = run("inspect", path, "--tokenizer", tmp_path)
-    assert (done.returncode, done.stderr) == (2, f"kaiyuan: {tmp_path} holds no tokenizer.json\n")
+    with pytest.raises(UserError, match=r"holds no tokenizer.json$"):
+        inspect([str(path)], tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
-    done = run("inspect", path, "--tokenizer", tmp_path)
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    with pytest.raises(UserError, match=r"tokenizer.json is not a tokenizer: "):
+        inspect([str(path)], tmp_path)
 
 
 @pytest.fixture
@@ -460,6 +467,7 @@ def test_a_row_group_of_more_than_2_gb_is_read_in_little_memory(tmp_path):
         "from kaiyuan.data.inspect import inspect\n"
         "report = inspect([sys.argv[1]])\n"
         "assert report.rank.contiguous and report.text.characters.median == 1000\n"
+        "assert report.text.rows == 2000 and not report.text.every_row\n"
         "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)\n"
     )
     done = run(path, command=[sys.executable, "-c", code])

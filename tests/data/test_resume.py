@@ -20,11 +20,11 @@ COMMAND = [sys.executable, "-c", "from kaiyuan.cli import main; main()", "conver
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
-    """Twelve files, so that a run has many points at which it can be killed."""
+    """Twelve files, 40 MB: many points to be killed at, and enough for two processes."""
     folder = tmp_path_factory.mktemp("corpus")
     rng = random.Random(3)
     for part in range(12):
-        texts = sentences(3000, seed=part)
+        texts = sentences(3000, seed=part, longest=400)
         ranks = [rng.random() for _ in texts]
         write_parquet(folder / f"part-{part}.parquet", 500, text=texts, rank=ranks)
     return folder
@@ -176,6 +176,19 @@ def test_input_that_changes_during_the_run_is_noticed(ranked, small, tmp_path, m
     assert not (tmp_path / "out/manifest.json").exists()
 
 
+def test_full_disk_is_one_sentence_and_the_next_run_goes_on(ranked, small, tmp_path):
+    # A limit on the size of files gives the same kind of error at the same place.
+    code = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))\n"
+    command = [sys.executable, "-c", code + COMMAND[2], "convert", "--input", str(ranked)]
+    command += ["--output", str(tmp_path / "out"), "--tokenizer", str(small.folder)]
+    done = subprocess.run([*command, "--order", "rank"], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert "cannot write" in done.stderr
+    assert leftovers(tmp_path / "out") == []
+    convert([ranked], tmp_path / "out", small.folder, order="rank", workers=1)
+
+
 def test_workers_end_when_their_parent_is_killed(corpus, small, tmp_path):
     process = subprocess.Popen(
         arguments(corpus, tmp_path / "out", small),
@@ -193,6 +206,31 @@ def test_workers_end_when_their_parent_is_killed(corpus, small, tmp_path):
     while any(Path(f"/proc/{pid}").exists() for pid in workers):
         assert time.monotonic() < deadline
         time.sleep(0.1)
+
+
+def test_a_killed_worker_is_said_and_the_next_run_goes_on(corpus, undisturbed, small, tmp_path):
+    process = subprocess.Popen(
+        arguments(corpus, tmp_path / "out", small), stderr=subprocess.PIPE, text=True
+    )
+    workers = []
+    while not workers and process.poll() is None:
+        # The first child is the resource tracker; the workers run `spawn_main`.
+        workers = [pid for pid in children(process.pid) if "spawn_main" in command_line(pid)]
+        time.sleep(0.02)
+    os.kill(workers[0], signal.SIGKILL)
+    error = process.communicate()[1]
+    assert process.returncode == 2
+    assert "worker process was killed" in error
+    assert not (tmp_path / "out/manifest.json").exists()
+    subprocess.run(arguments(corpus, tmp_path / "out", small), check=True, capture_output=True)
+    assert ConvertedPhase.open(tmp_path / "out").manifest == undisturbed[0]
+
+
+def command_line(pid):
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    except OSError:
+        return ""
 
 
 def children(pid):

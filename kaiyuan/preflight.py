@@ -1,0 +1,212 @@
+"""Everything that can be found wrong with a training before a GPU is held, all at once."""
+
+import contextlib
+import importlib.metadata
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from kaiyuan.config import MEGATRON_VERSIONS, Params
+from kaiyuan.data.tokenizer import load_tokenizer
+from kaiyuan.data.verify import verify
+from kaiyuan.errors import UserError
+from kaiyuan.estimate import checkpoint_bytes
+from kaiyuan.plan import PhasePlan, Plan, converted_phase, make_plan
+from kaiyuan.plan_summary import kept_checkpoints
+from kaiyuan.runfolder import arguments_hash, latest_step, recorded
+from kaiyuan.train import Nodes, check_layout, chosen_phases
+
+
+def preflight(
+    params: Params,
+    data: Path,
+    run: Path,
+    nodes: Nodes,
+    tokenizer: Path | None = None,
+    only: str | None = None,
+    hashes: bool = False,
+) -> Plan:
+    """Check a training and return its plan.
+
+    Args:
+        params: of the model.
+        data: folder with the converted phases.
+        run: folder of the run, which need not exist.
+        nodes: the processes to train with.
+        tokenizer: folder, to be held against the one of the data.
+        only: name of the single phase to be trained.
+        hashes: read all data and compare it with the hashes in the manifests.
+
+    Raises:
+        UserError: something is wrong; the message has all that was found.
+    """
+    findings: list[str] = []
+    for phase in params.phases:
+        _found(findings, partial(converted_phase, phase, params, data))
+    plan = None
+    if not findings:
+        try:
+            plan = make_plan(params, data)
+            missing = [phase for phase in chosen_phases(plan, only) if phase.data is None]
+            findings += [f"{data / phase.name} is not converted yet" for phase in missing]
+        except UserError as error:
+            findings.append(str(error))
+    # Without usable data the rest is checked on the tokens that data.yaml assumes.
+    plan = plan or make_plan(params)
+    checks: list[Callable[[], object]] = [
+        partial(check_layout, plan, nodes),
+        partial(_check_gpus, nodes),
+        _check_versions,
+        partial(_check_tokenizer, plan, tokenizer),
+        partial(_check_output, run),
+        partial(_check_disk, plan, run),
+        partial(_check_arguments, plan, run, nodes),
+    ]
+    if hashes:
+        checks += [partial(_check_hashes, phase) for phase in plan.phases]
+    for check in checks:
+        _found(findings, check)
+    if findings:
+        raise UserError(_sentence(list(dict.fromkeys(findings))))
+    return plan
+
+
+def _found(findings: list[str], check: Callable[[], object]) -> bool:
+    try:
+        check()
+    except UserError as error:
+        findings.append(str(error))
+        return True
+    return False
+
+
+def _sentence(findings: list[str]) -> str:
+    if len(findings) == 1:
+        return findings[0]
+    listed = "; ".join(f"({i}) {finding}" for i, finding in enumerate(findings, start=1))
+    return f"{len(findings)} things stand in the way: {listed}"
+
+
+def gpu_count() -> int:
+    """Return the number of GPUs that processes here may use, 0 without any."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([name for name in visible.split(",") if name.strip() not in ("", "-1")])
+    try:
+        listed = subprocess.run(
+            ["nvidia-smi", "--list-gpus"], capture_output=True, text=True, timeout=30
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return 0
+    return listed.stdout.count("GPU ") if listed.returncode == 0 else 0
+
+
+def _check_gpus(nodes: Nodes) -> None:
+    gpus = gpu_count()
+    if 0 < gpus < nodes.processes:
+        raise UserError(
+            f"{nodes.processes} processes are asked for, but there are {gpus} GPUs here"
+        )
+
+
+def _check_versions() -> None:
+    try:
+        version = importlib.metadata.version("megatron-core")
+        importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError as error:
+        raise UserError(f"{error.name} is not installed: pip install 'kaiyuan[train]'") from None
+    if version not in MEGATRON_VERSIONS:
+        raise UserError(
+            f"megatron-core is {version}, this project is made for {', '.join(MEGATRON_VERSIONS)}: "
+            f"pip install megatron-core=={MEGATRON_VERSIONS[-1]}"
+        )
+
+
+def _check_tokenizer(plan: Plan, tokenizer: Path | None) -> None:
+    found = {
+        phase.name: (phase.data.manifest["tokenizer"]["hash"], phase.data.eod)
+        for phase in plan.phases
+        if phase.data
+    }
+    if tokenizer:
+        given = load_tokenizer(tokenizer).hash
+        other = [name for name, (known, _) in found.items() if known != given]
+        if other:
+            raise UserError(f"{', '.join(other)} was not converted with the tokenizer {tokenizer}")
+    if len(set(found.values())) > 1:
+        parts = ", ".join(f"{n}: {h[:12]} ending with {e}" for n, (h, e) in found.items())
+        raise UserError(
+            f"the phases were converted with different tokenizers or end-of-document tokens "
+            f"({parts}): convert them again"
+        )
+
+
+def _check_output(run: Path) -> None:
+    """Write to the nearest folder that exists."""
+    try:
+        with tempfile.TemporaryFile(dir=_existing(run)):
+            pass
+    except OSError as error:
+        raise UserError(f"cannot write to {run}: {error.strerror}") from None
+
+
+def _check_disk(plan: Plan, run: Path) -> None:
+    """Compare the free space with the checkpoints that are still to come."""
+    place = _existing(run)
+    done = 0
+    with contextlib.suppress(UserError):  # a tracker that was cut short is mended later
+        done = latest_step(run)
+    to_come = len([step for step in kept_checkpoints(plan) if step > done]) + 1
+    needed = to_come * checkpoint_bytes(plan.phases[0].arguments)
+    free = shutil.disk_usage(place).free
+    if done < plan.steps and free < needed:
+        raise UserError(
+            f"{to_come} more checkpoints need {needed / 1e9:,.1f} GB, {place} has "
+            f"{free / 1e9:,.1f} GB left: raise save_interval or save_retain_interval, or take "
+            "another --output"
+        )
+
+
+def _existing(path: Path) -> Path:
+    path = path.absolute()
+    while not path.is_dir() and path != path.parent:
+        path = path.parent
+    return path
+
+
+def _check_hashes(phase: PhasePlan) -> None:
+    if phase.data is not None:
+        verify(phase.data.folder)
+
+
+def _check_arguments(plan: Plan, run: Path, nodes: Nodes) -> None:
+    """Let Megatron's own parser judge the arguments of all phases.
+
+    Loading Megatron takes seconds, so this is left out where a run goes on with the very
+    arguments that it was begun with.
+    """
+    before = recorded(run)
+    if before and before.get("arguments_hash") == arguments_hash(plan):
+        return
+    question = {phase.name: phase.argv for phase in plan.phases}
+    world_size = str(nodes.processes * nodes.nodes)
+    answer = subprocess.run(
+        [sys.executable, "-m", "kaiyuan.megatron.arguments", "--check"],
+        input=json.dumps(question),
+        capture_output=True,
+        text=True,
+        env={**os.environ, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": world_size}
+        | {"CUDA_DEVICE_MAX_CONNECTIONS": "1"},
+    )
+    if answer.returncode:
+        lines = answer.stderr.strip().splitlines() or ["no answer"]
+        raise UserError(f"Megatron cannot be loaded: {lines[-1]}")
+    refused = json.loads(answer.stdout.splitlines()[-1])
+    if refused:
+        raise UserError("; ".join(f"{name}: {why}" for name, why in refused.items()))

@@ -1,0 +1,59 @@
+"""Trainings of a toy for the tests of the engine."""
+
+import csv
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from .conftest import ROOT
+
+
+def start(run: Path, data: Path, params, *more, spoil="", **popen) -> subprocess.Popen:
+    """Start `kaiyuan train` with processes that note the samples they train on."""
+    spied = run.with_name(f"{run.name}-samples")
+    spied.mkdir(parents=True, exist_ok=True)
+    environment = {**os.environ, "KAIYUAN_SPY": str(spied), "KAIYUAN_SPOIL": spoil}
+    environment |= {"COLUMNS": "500", "NO_COLOR": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "tests.spied_kaiyuan", "train", params, "--data", data]
+    command += ["--output", run, *more]
+    return subprocess.Popen(
+        list(map(str, command)),
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+        **popen,
+    )
+
+
+def train(run: Path, data: Path, params, *more, check=0, **options) -> str:
+    """Run it to its end and return what it said."""
+    process = start(run, data, params, *more, **options)
+    out, error = process.communicate()
+    assert process.returncode == check, out + error
+    return out + error
+
+
+def records(run: Path) -> list[dict[str, str]]:
+    with (run / "loss.csv").open() as stream:
+        return list(csv.DictReader(stream))
+
+
+def losses(run: Path) -> list[str]:
+    """Return the losses as they were written: nine digits, which tell any two fp32 apart."""
+    return [row["loss"] for row in records(run)]
+
+
+def samples(run: Path) -> list[str]:
+    """Return the hashes of the samples that the run's steps were trained on, in order.
+
+    A step that was done again after an interruption counts as it was done last.
+    """
+    taken: dict[tuple[int, int, int], list[str]] = {}
+    for file in run.with_name(f"{run.name}-samples").iterdir():
+        for line in file.read_text().splitlines():
+            iteration, number, rank, *rows = line.split()
+            taken[int(iteration), int(number), int(rank)] = rows
+    return [row for _, rows in sorted(taken.items()) for row in rows]

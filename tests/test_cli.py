@@ -1,0 +1,127 @@
+"""The command line: quick, and one sentence for what a user can mend."""
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from .conftest import one_line_error, run_kaiyuan
+
+HEAVY = ("torch", "megatron", "transformers", "pyarrow", "matplotlib")
+
+
+def test_help_and_import_need_nothing_heavy():
+    code = (
+        "import sys, kaiyuan, kaiyuan.cli\n"
+        "try: kaiyuan.cli.app(['--help'])\n"
+        f"except SystemExit: print([name for name in {HEAVY} if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_help_takes_less_than_half_a_second():
+    def cpu_seconds():
+        before = os.times()
+        run_kaiyuan("--help")
+        after = os.times()
+        return (
+            after.children_user
+            + after.children_system
+            - before.children_user
+            - before.children_system
+        )
+
+    # Processor time, so that what else the machine does makes no difference.
+    assert min(cpu_seconds() for _ in range(3)) < 0.5
+
+
+def test_every_verb_has_an_example():
+    listed = run_kaiyuan("--help").stdout
+    from kaiyuan.cli import app
+
+    names = [c.name or c.callback.__name__.replace("_", "-") for c in app.registered_commands]
+    assert len(names) >= 8
+    for command, name in zip(app.registered_commands, names, strict=True):
+        assert name in listed
+        assert f"Example: kaiyuan {name}" in command.callback.__doc__, name
+
+
+def test_a_wrong_argument_name_gets_the_nearest(tmp_path):
+    said = one_line_error("train", "toy", "--data", tmp_path, "--output", tmp_path / "r", "lrr=1")
+    assert "Megatron has no argument 'lrr'; did you mean 'lr'?" in said
+
+
+def test_a_wrong_argument_name_in_a_params_file(make_params, tmp_path):
+    folder = make_params(["phase1"])
+    path = folder / "model.yaml"
+    path.write_text(path.read_text().replace("num_layers", "num_leyers"))
+    said = one_line_error("train", folder, "--data", tmp_path, "--output", tmp_path / "run")
+    assert "'num_leyers'; did you mean 'num_layers'?" in said
+
+
+def test_a_value_of_the_wrong_type_is_found_by_megatrons_parser(demo, tmp_path):
+    data = demo.folder / "data"
+    said = one_line_error(
+        *("train", "toy", "--data", data, "--output", tmp_path / "run", "norm_epsilon=small")
+    )
+    assert "--norm-epsilon" in said and "small" in said
+
+
+def test_a_missing_tokenizer_file(demo, tmp_path):
+    tokenizer = tmp_path / "tokenizer"
+    shutil.copytree(demo.folder / "tokenizer", tokenizer)
+    (tokenizer / "merges.txt").unlink()
+    source, output = demo.folder / "corpus" / "phase5", tmp_path / "out"
+    said = one_line_error(
+        "convert",
+        "--input",
+        source,
+        "--output",
+        output,
+        "--tokenizer",
+        tokenizer,
+        "--order",
+        "rank",
+    )
+    assert "merges.txt" in said
+    assert not output.exists()
+
+
+def test_a_truncated_bin(demo, tmp_path):
+    data = tmp_path / "data"
+    shutil.copytree(demo.folder / "data", data)
+    path = next((data / "phase4").rglob("*.bin"))
+    path.write_bytes(path.read_bytes()[:-2])
+    for verb in (["verify", data / "phase4"], ["train", "toy", "--data", data, "--output", "x"]):
+        assert path.name in one_line_error(*verb)
+
+
+@pytest.mark.parametrize("verb", ["demo", "corpus", "train"])
+def test_an_unwritable_output_folder(demo, tmp_path, verb):
+    # Below a file: not even root can write there.
+    (tmp_path / "file").write_text("")
+    output = tmp_path / "file" / "out"
+    argv = {
+        "demo": ["--out", output],
+        "corpus": ["--output", output],
+        "train": ["toy", "--data", demo.folder / "data", "--output", output],
+    }[verb]
+    assert f"cannot write to {output}" in one_line_error(verb, *argv)
+
+
+def test_debug_shows_the_traceback(tmp_path):
+    done = run_kaiyuan("--debug", "report", tmp_path, check=1)
+    assert "Traceback" in done.stderr and "UserError" in done.stderr
+
+
+def test_time_of_the_errors():
+    """A mistake in a name is found without loading torch."""
+    begin = time.perf_counter()
+    one_line_error("train", "toy", "--data", "x", "--output", "y", "num_leyers=3")
+    assert time.perf_counter() - begin < 5
+    assert not Path("y").exists()

@@ -1,0 +1,186 @@
+"""Benchmarks by lm-eval, on task files of our own and without a network."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from kaiyuan.evaluate import REPORT
+
+from .conftest import one_line_error, run_kaiyuan
+
+QUESTIONS = [
+    ("import", ["os", "the", "1234"]),
+    ("def __init__", ["(self)", "banana", "return"]),
+    ("return self", [".value", " if", " 7 7 7"]),
+    ("for i in", ["range(10)", "el", "=="]),
+    ("if x is", ["None", "def", "]"]),
+    ("class Reader", ["(object)", "+ 1", "0.5"]),
+]
+PROMPTS = ["def load(self", "import os\n", "class Encoder"]
+NEW_TOKENS = 8
+
+
+@pytest.fixture(scope="module")
+def loaded(demo):
+    """The exported toy in transformers, which the expected numbers come from."""
+    folder = demo.folder / "model"
+    return AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
+
+
+def log_likelihood(loaded, before: str, after: str) -> float:
+    """Sum of the log probabilities of the tokens of `after`."""
+    tokenizer, model = loaded
+    ids = tokenizer(before + after)["input_ids"]
+    first = len(tokenizer(before)["input_ids"])
+    with torch.inference_mode():
+        logits = model(torch.tensor([ids])).logits[0].float()
+    return sum(logits[i - 1].log_softmax(-1)[ids[i]].item() for i in range(first, len(ids)))
+
+
+def greedy(loaded, prompt: str) -> str:
+    tokenizer, model = loaded
+    batch = tokenizer(prompt, return_tensors="pt")
+    out = model.generate(**batch, max_new_tokens=NEW_TOKENS, do_sample=False)
+    return tokenizer.decode(out[0, batch["input_ids"].shape[1] :], skip_special_tokens=True)
+
+
+def write_task(folder: Path, name: str, documents: list[dict], config: dict) -> None:
+    data = folder / f"{name}.jsonl"
+    data.write_text("".join(json.dumps(document) + "\n" for document in documents))
+    common = {
+        "task": name,
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(data)}},
+        "test_split": "test",
+    }
+    (folder / f"{name}.yaml").write_text(yaml.safe_dump(common | config))
+
+
+@pytest.fixture(scope="module")
+def tasks(loaded, tmp_path_factory) -> Path:
+    """Of the answers that are counted right, the model gives 4 of 6 and 2 of 3."""
+    folder = tmp_path_factory.mktemp("tasks")
+    choices = []
+    for number, (question, options) in enumerate(QUESTIONS):
+        scores = [log_likelihood(loaded, question, f" {option}") for option in options]
+        best = scores.index(max(scores))
+        right = best if number < 4 else (best + 1) % len(options)
+        choices.append({"question": question, "options": options, "answer": right})
+    write_task(
+        folder,
+        "local_choice",
+        choices,
+        {
+            "output_type": "multiple_choice",
+            "doc_to_text": "{{question}}",
+            "doc_to_choice": "options",
+            "doc_to_target": "answer",
+            "metric_list": [{"metric": "acc"}],
+        },
+    )
+    texts = [{"prompt": prompt, "text": greedy(loaded, prompt)} for prompt in PROMPTS]
+    texts[1]["text"] += " and not this"
+    write_task(
+        folder,
+        "local_text",
+        texts,
+        {
+            "output_type": "generate_until",
+            "doc_to_text": "prompt",
+            "doc_to_target": "text",
+            "generation_kwargs": {
+                "until": ["<|endoftext|>"],
+                "max_gen_toks": NEW_TOKENS,
+                "do_sample": False,
+            },
+            "metric_list": [{"metric": "exact_match"}],
+        },
+    )
+    return folder
+
+
+@pytest.fixture(scope="module")
+def evaluated(demo, tasks, tmp_path_factory) -> tuple[dict, Path]:
+    """What the verb printed, and the folder that it wrote for a checkpoint of a run."""
+    run = tmp_path_factory.mktemp("run") / "run"
+    shutil.copytree(demo.folder / "run", run)
+    done = run_kaiyuan(
+        *("evaluate", run, "--tasks", "local_choice,local_text"),
+        *("--include-path", tasks, "--tokenizer", demo.folder / "tokenizer", "--json"),
+    )
+    (output,) = (run / "checkpoints").glob("iter_*-eval")
+    return json.loads(done.stdout), output
+
+
+def test_scores_are_those_of_transformers(evaluated):
+    summary, _ = evaluated
+    results = summary["results"]
+    assert results["local_choice"]["acc,none"] == pytest.approx(4 / 6)
+    assert results["local_text"]["exact_match,none"] == pytest.approx(2 / 3)
+    assert summary["documents"]["local_choice"] == {"original": 6, "effective": 6}
+
+
+def test_every_answer_is_kept(evaluated, loaded):
+    _, output = evaluated
+    (samples,) = (output / "lm-eval").glob("samples_local_choice_*.jsonl")
+    lines = [json.loads(line) for line in samples.read_text().splitlines()]
+    for line, (question, options) in zip(lines, QUESTIONS, strict=True):
+        got = [float(response[0]) for response in line["filtered_resps"]]
+        expected = [log_likelihood(loaded, question, f" {option}") for option in options]
+        assert got == pytest.approx(expected, abs=1e-2)
+    assert len([*(output / "lm-eval").glob("results_*.json")]) == 1
+
+
+def test_the_table_and_the_file_say_the_same(evaluated):
+    summary, output = evaluated
+    assert json.loads((output / "results.json").read_text()) == summary
+    row = next(
+        line
+        for line in (output / "results.md").read_text().splitlines()
+        if line.startswith("|local_choice")
+    )
+    assert "0.6667" in row and "|acc" in row
+    assert summary["model_seal"] and summary["iteration"] > 0
+
+
+def test_limit(demo, tasks, tmp_path):
+    run_kaiyuan(
+        *("evaluate", demo.folder / "model", "--tasks", "local_choice", "--limit", 2),
+        *("--include-path", tasks, "--output", tmp_path / "out"),
+    )
+    summary = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert summary["documents"]["local_choice"] == {"original": 6, "effective": 2}
+    assert summary["results"]["local_choice"]["acc,none"] == 1.0
+
+
+def test_mistakes(demo, tasks, tmp_path):
+    model = demo.folder / "model"
+    said = one_line_error("evaluate", model, "--tasks", "local_chioce", "--include-path", tasks)
+    assert f"no task 'local_chioce' in {tasks}; did you mean 'local_choice'?" in said
+    said = one_line_error("evaluate", model, "--tasks", ",", "--include-path", tasks)
+    assert "which tasks" in said
+    (tmp_path / "code.yaml").write_text("task: code\nunsafe_code: true\n")
+    said = one_line_error("evaluate", model, "--tasks", "code", "--include-path", tmp_path)
+    assert "--run-code" in said
+    said = one_line_error("evaluate", model, "--tasks", "code", "--include-path", tmp_path / "no")
+    assert "is not a folder" in said
+
+
+def test_lm_eval_knows_every_task_of_the_preset():
+    import lm_eval.tasks
+
+    home = Path(lm_eval.tasks.__file__).parent
+    # Its index of everything takes half a minute; these are the folders that the preset is in.
+    names = (
+        "mmlu/default ceval cmmlu arc super_glue commonsense_qa hellaswag openbookqa piqa siqa "
+        "winogrande gsm8k minerva_math humaneval mbpp"
+    )
+    index = lm_eval.tasks.TaskManager(
+        include_path=[home / name for name in names.split()], include_defaults=False
+    )
+    assert [name for name in REPORT if name not in index.task_index] == []

@@ -1,0 +1,115 @@
+"""What stands in the way of a training is named before it starts, all of it at once."""
+
+import json
+import shutil
+
+import pytest
+
+from kaiyuan.config import load_params
+from kaiyuan.data.corpus import texts_of
+from kaiyuan.data.phase import ConvertedPhase
+from kaiyuan.data.tokenizer import train_tokenizer
+from kaiyuan.errors import UserError
+from kaiyuan.files import read_manifest, write_manifest
+from kaiyuan.preflight import preflight
+from kaiyuan.train import Nodes
+
+
+@pytest.fixture
+def data(demo, tmp_path):
+    """A copy of the demo's data."""
+    return shutil.copytree(demo.folder / "data", tmp_path / "data")
+
+
+def findings(data, run, *overrides, nodes=None, **more):
+    with pytest.raises(UserError) as caught:
+        preflight(load_params("toy", overrides), data, run, nodes or Nodes(), **more)
+    return str(caught.value)
+
+
+def seal_again(folder, **changes):
+    body = read_manifest(folder, "phase") | changes
+    write_manifest(folder, "phase", {k: v for k, v in body.items() if k not in ("kind", "seal")})
+
+
+def test_a_sound_training_passes_and_is_planned(demo, tmp_path):
+    tokenizer = demo.folder / "tokenizer"
+    data = demo.folder / "data"
+    plan = preflight(load_params("toy"), data, tmp_path / "run", Nodes(), tokenizer, hashes=True)
+    assert plan.steps == 173
+    assert not (tmp_path / "run").exists()
+
+
+def test_everything_is_found_at_once(data, tmp_path):
+    phase = ConvertedPhase.open(data / "phase2")
+    binary = phase.shards[0].with_suffix(".bin")
+    binary.write_bytes(binary.read_bytes()[:-4])
+    order = read_manifest(data / "phase4", "phase")["order"]
+    seal_again(data / "phase4", order=order | {"kind": "rank-desc"})
+    said = findings(
+        data,
+        tmp_path / "run",
+        "micro_batch_size=3",
+        "phase5.lr_decay_style=sideways",
+        tokenizer=tmp_path / "nothing",
+    )
+    assert said.startswith("5 things stand in the way")
+    for part in (
+        f"{binary.name} has",
+        "phase4 was converted in rank-desc order",
+        "the global batch of 8 is no multiple of 3",
+        "nothing is not a whole tokenizer",
+        "phase5: Megatron does not take these arguments: argument --lr-decay-style",
+    ):
+        assert part in said
+
+
+def test_a_flipped_byte_is_found_by_hashes_only(data, tmp_path):
+    binary = ConvertedPhase.open(data / "phase3").shards[0].with_suffix(".bin")
+    content = bytearray(binary.read_bytes())
+    content[100] ^= 1
+    binary.write_bytes(content)
+    preflight(load_params("toy"), data, tmp_path / "run", Nodes())
+    assert binary.name in findings(data, tmp_path / "run", hashes=True)
+
+
+def test_tokenizers_must_be_one(demo, data, tmp_path):
+    train_tokenizer(texts_of(demo.folder / "corpus"), tmp_path / "other", 1000)
+    said = findings(data, tmp_path / "run", tokenizer=tmp_path / "other")
+    assert "phase1, phase2, phase3, phase4, phase5 was not converted with" in said
+    manifest = read_manifest(data / "phase2", "phase")
+    seal_again(data / "phase2", eod={**manifest["eod"], "id": 5})
+    assert "ending with 5" in findings(data, tmp_path / "run")
+
+
+def test_a_disk_that_is_too_small(demo, tmp_path):
+    # A checkpoint of the toy takes 20 MB: fifty million of them fit nowhere.
+    said = findings(
+        demo.folder / "data",
+        tmp_path / "run",
+        "vocab_size=151936",
+        "hidden_size=100000",
+        "ffn_hidden_size=1000000",
+        "num_layers=1000",
+    )
+    assert "more checkpoints need" in said
+    assert "GB left" in said
+
+
+def test_a_missing_phase_and_too_few_gpus(data, tmp_path, monkeypatch):
+    shutil.rmtree(data / "phase5")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    said = findings(data, tmp_path / "run", nodes=Nodes(8))
+    assert "phase5 is not converted yet" in said
+    assert "8 processes are asked for, but there are 2 GPUs here" in said
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    preflight(load_params("toy"), data, tmp_path / "run", Nodes(), only="phase1")
+
+
+def test_the_command_says_it_in_one_line(demo, tmp_path, kaiyuan):
+    argv = ["train", "toy", "--data", demo.folder / "data", "--output", tmp_path / "run"]
+    assert kaiyuan(*argv, "--check").stdout == "ready to train toy: 173 steps in all\n"
+    done = kaiyuan(*argv, "--check", "micro_batch_size=3", "--tokenizer", tmp_path, check=2)
+    assert len(done.stderr.splitlines()) == 1
+    assert "3 things stand in the way: (1) " in done.stderr
+    assert json.loads(kaiyuan("plan", "toy", "--json").stdout)["steps"] > 0

@@ -1,0 +1,216 @@
+"""Interrupted runs end as if they had not been: the same losses, the same samples, in order."""
+
+import contextlib
+import os
+import resource
+import shutil
+import signal
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from kaiyuan.config import load_params
+from kaiyuan.errors import UserError
+from kaiyuan.megatron.dataset import OrderedDataset
+from kaiyuan.plan import make_plan
+from kaiyuan.runfolder import TRACKER, latest_step, record, recorded, settle_checkpoints
+
+from .engine import losses, records, samples, start, train
+
+SHORT = (
+    "phase1.max_samples=48",
+    "phase3.max_samples=32",
+    "save_interval=2",
+    "lr_warmup_samples=40",
+)
+STEPS = 10
+
+
+@pytest.fixture(scope="module")
+def params(make_params):
+    return make_params(["phase1", "phase3"])
+
+
+@pytest.fixture(scope="module")
+def data(demo):
+    return demo.folder / "data"
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(params, data, tmp_path_factory):
+    run = tmp_path_factory.mktemp("uninterrupted") / "run"
+    train(run, data, params, *SHORT)
+    assert len(losses(run)) == STEPS
+    return run
+
+
+def wait_for(condition, process):
+    deadline = time.monotonic() + 180
+    while not condition():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+def steps_done(run):
+    with contextlib.suppress(FileNotFoundError):
+        return len(losses(run))
+    return 0
+
+
+def smaller_files():
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, 1_000_000))
+
+
+def test_a_run_that_is_interrupted_in_every_way(params, data, uninterrupted, tmp_path):
+    run = tmp_path / "run"
+    # SIGTERM in the midst of phase 1, at a step that is not due for saving.
+    process = start(run, data, params, *SHORT)
+    wait_for(lambda: steps_done(run) >= 3, process)
+    process.send_signal(signal.SIGTERM)
+    out, error = process.communicate()
+    assert process.returncode == 0, error
+    stopped = latest_step(run)
+    assert f"stopped and saved at step {stopped}" in out
+    assert 3 <= stopped < STEPS
+    # The disk is full when the next save is due.
+    said = train(run, data, params, *SHORT, preexec_fn=smaller_files, check=2)
+    assert "a checkpoint could not be written" in said
+    assert latest_step(run) == stopped
+    # Killed while a checkpoint of phase 3 is written.
+    process = start(run, data, params, *SHORT)
+    unfinished = run / "checkpoints" / "iter_0000008"
+    wait_for(unfinished.exists, process)
+    os.killpg(process.pid, signal.SIGKILL)
+    for child in ranks_of(run):
+        os.killpg(child, signal.SIGKILL)
+    process.communicate()
+    assert not (unfinished / "metadata.json").exists()
+    said = train(run, data, params, *SHORT)
+    assert "removed iter_0000008, whose save was cut short" in said
+    assert losses(run) == losses(uninterrupted)
+    assert samples(run) == samples(uninterrupted)
+
+
+def ranks_of(run):
+    """Return the processes that hold the run's lock."""
+    holders = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if run / ".lock-0" in {handle.readlink() for handle in (process / "fd").iterdir()}:
+                holders.append(int(process.name))
+    return holders
+
+
+def test_each_sample_is_trained_on_once_in_the_order_of_the_data(params, data, uninterrupted):
+    import hashlib
+
+    expected = []
+    for phase in make_plan(load_params(str(params), SHORT), data).phases:
+        dataset = OrderedDataset(phase.data, 256)
+        rows = [dataset[i]["tokens"].numpy().tobytes() for i in range(phase.samples)]
+        expected += [hashlib.md5(row).hexdigest() for row in rows]
+    assert samples(uninterrupted) == expected
+    assert max(Counter(expected).values()) == 1
+
+
+def test_the_plan_agrees_with_what_training_recorded(params, data, uninterrupted):
+    plan = make_plan(load_params(str(params), SHORT), data)
+    rows = records(uninterrupted)
+    assert plan.steps == len(rows)
+    done = 0
+    for phase in plan.phases:
+        for row in rows[phase.first_step : phase.last_step]:
+            done += 1
+            assert row["phase"] == phase.name
+            assert int(row["phase_samples"]) == (done - phase.first_step) * 8
+            # Recorded is the rate after the step, with which the next one of the phase is taken.
+            assert float(row["learning_rate"]) == pytest.approx(phase.learning_rate(done), rel=1e-7)
+    log = (uninterrupted / "logs" / "phase1-node0.log").read_text()
+    assert "model parallel rank (0, 0, 0): 1249984" in log
+    events = list((uninterrupted / "tensorboard").iterdir())
+    assert any(event.name.startswith("events.out.tfevents") for event in events)
+
+
+@pytest.fixture
+def copy(uninterrupted, tmp_path):
+    shutil.copytree(uninterrupted, tmp_path / "run")
+    return tmp_path / "run"
+
+
+@pytest.mark.parametrize("text", ["", "9", "1000", "nonsense", None])
+def test_a_wrong_tracker_is_mended(copy, text):
+    tracker = copy / "checkpoints" / TRACKER
+    tracker.unlink() if text is None else tracker.write_text(text)
+    assert settle_checkpoints(copy) == ["going on from step 10, the last complete checkpoint"]
+    assert latest_step(copy) == 10
+
+
+def test_an_earlier_checkpoint_may_be_chosen(copy):
+    (copy / "checkpoints" / TRACKER).write_text("6")
+    assert settle_checkpoints(copy) == []
+    assert latest_step(copy) == 6
+
+
+def test_a_truncated_checkpoint_is_not_chosen(copy):
+    part = next((copy / "checkpoints" / "iter_0000010").glob("*.distcp"))
+    part.write_bytes(part.read_bytes()[:-1000])
+    said = settle_checkpoints(copy)
+    assert "is incomplete" in said[0]
+    assert latest_step(copy) == 8
+
+
+def test_without_a_complete_checkpoint_it_starts_anew(copy):
+    for folder in (copy / "checkpoints").glob("iter_*"):
+        (folder / "metadata.json").unlink()
+    assert settle_checkpoints(copy)[-1].startswith("there is no complete checkpoint")
+    assert latest_step(copy) == 0
+
+
+def test_a_changed_schedule_is_refused_with_both_values(params, data, copy):
+    changed = make_plan(load_params(str(params), [*SHORT, "phase3.max_samples=40"]), data)
+    with pytest.raises(UserError, match=r"phase3 samples was 32 and is now 40.*--allow-change"):
+        record(changed, copy)
+    record(changed, copy, allow_change=True)
+    changes = recorded(copy)["changes"]
+    assert [c.split(": ", 1)[0] for c in changes] == ["from step 10 on"]
+    record(changed, copy)  # now it is the plan of the run
+
+
+def test_the_layout_may_change_and_a_phase_may_get_its_data_later(params, data, tmp_path, copy):
+    layout = ["micro_batch_size=4", "tensor_model_parallel_size=2", "log_interval=1"]
+    record(make_plan(load_params(str(params), [*SHORT, *layout]), data), copy)
+    # The second phase is not converted yet.
+    (tmp_path / "some").mkdir()
+    (tmp_path / "some" / "phase1").symlink_to(data / "phase1")
+    plan = make_plan(load_params(str(params), ["phase3.tokens=50000"]), tmp_path / "some")
+    (tmp_path / "begun" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "begun" / "checkpoints" / TRACKER).write_text("1")
+    record(plan, tmp_path / "begun")
+    record(make_plan(load_params(str(params)), data), tmp_path / "begun")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("phase", [1, 2, 3, 4, 5])
+def test_sigterm_in_any_phase(demo, data, tmp_path_factory, tmp_path, phase, five_phases):
+    reference, short = five_phases
+    run = tmp_path / "run"
+    process = start(run, data, "toy", *short)
+    wait_for(lambda: steps_done(run) >= 4 * (phase - 1) + 1 + phase % 3, process)
+    process.send_signal(signal.SIGTERM)
+    process.communicate()
+    assert process.returncode == 0
+    train(run, data, "toy", *short)
+    assert losses(run) == losses(reference)
+    assert samples(run) == samples(reference)
+
+
+@pytest.fixture(scope="module")
+def five_phases(data, tmp_path_factory):
+    run = tmp_path_factory.mktemp("five") / "run"
+    short = [f"phase{i}.max_samples=32" for i in range(1, 6)]
+    short.append("lr_warmup_samples=40")
+    train(run, data, "toy", *short)
+    return run, short
