@@ -3,10 +3,11 @@
     python benchmarks/loss_curve.py --seeds 1234 1235 --output curves.csv
 
 Meant for one CUDA device (the plain operations need 45 GiB for gpt_smoke), one training after the
-other. On a CPU, with --model toy, both are plain and only this program is tried. Both train on the same text, the Python sources of the standard library and
-of the installed packages, cut into words and signs that are numbered as they first appear. A seed
-sets the initial weights and where in the text each step reads. The kernels are right if the two
-losses of one seed are nearer to each other than those of two seeds.
+other. On a CPU, with --model toy, both are plain, which only tries this program. All train on the
+Python sources of the standard library and of the installed packages, cut into words and signs that
+are numbered as they first appear. A seed sets the initial weights and where in the text each step
+reads. The kernels are right if the two losses of one seed are nearer to each other than those of
+two seeds.
 """
 
 import argparse
