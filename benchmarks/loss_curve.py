@@ -112,10 +112,9 @@ def read_tokens(count: int, vocabulary: int) -> Any:
 def work(args: argparse.Namespace) -> None:
     """Train once and print all losses."""
     import torch
-    from megatron.training import training
 
     from kaiyuan.config import load_params, to_argv
-    from kaiyuan.megatron import pretrain
+    from kaiyuan.megatron import pretrain, records
 
     seed = args.seeds[0]
     params = load_params(args.model)
@@ -144,6 +143,7 @@ def work(args: argparse.Namespace) -> None:
     pretrain.provide_datasets = provide  # type: ignore[assignment]
     if args.worker == "plain":
         bench.use_plain_operations()
+    training = records.training  # Megatron's; on a CPU it comes after our stand-in
     losses, step = [], training.train_step
 
     def recorded(*a: Any, **k: Any) -> Any:

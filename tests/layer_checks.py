@@ -106,6 +106,43 @@ def checkpoint_names() -> None:
     assert "decoder.final_layernorm.weight" in names
 
 
+def fallbacks_are_megatrons() -> None:
+    """Norm, scaling and step are those that they replace; the step goes on after loading."""
+    from megatron.core.utils import local_multi_tensor_l2_norm, local_multi_tensor_scale
+
+    from kaiyuan.megatron import fallbacks
+
+    tensors = [torch.randn(n, 3) for n in (5, 1, 8)]
+    ours, _ = fallbacks._l2_norm(0, tensors[0], [tensors], False)
+    theirs, _ = local_multi_tensor_l2_norm(0, tensors[0], [tensors], False)
+    torch.testing.assert_close(ours, theirs)
+    for in_place in (True, False):
+        pairs = [[x.clone() for x in tensors] for _ in range(2)]
+        outs = pairs if in_place else [[torch.empty_like(x) for x in tensors] for _ in range(2)]
+        fallbacks._scale(0, tensors[0], [pairs[0], outs[0]], 0.3)
+        local_multi_tensor_scale(0, tensors[0], [pairs[1], outs[1]], 0.3)
+        torch.testing.assert_close(outs[0], outs[1])
+
+    grads = [torch.randn(2, 3) for _ in range(6)]
+    ends = []
+    for fused in (False, True):
+        weight = torch.nn.Parameter(torch.ones(2, 3))
+        optimizer = torch.optim.AdamW([weight])
+        wrapped = fallbacks._with_fused_step(lambda o=optimizer: SimpleNamespace(optimizer=o))
+        if fused:
+            wrapped()
+        for number, grad in enumerate(grads):
+            if number == 3:  # as a checkpoint without the fused step
+                state = optimizer.state_dict()
+                state["param_groups"][0]["fused"] = None
+                optimizer.load_state_dict(state)
+            assert bool(optimizer.param_groups[0]["fused"]) == fused
+            weight.grad = grad.clone()
+            optimizer.step()
+        ends.append(weight.detach())
+    torch.testing.assert_close(ends[0], ends[1])
+
+
 def start_group(rank: int, size: int) -> None:
     store = torch.distributed.HashStore()
     if size > 1:

@@ -21,7 +21,14 @@ def start(check: str, **environment: str) -> subprocess.Popen:
 
 
 @pytest.mark.parametrize(
-    "check", ["packed_documents", "key_cache", "losses_are_megatrons", "checkpoint_names"]
+    "check",
+    [
+        "packed_documents",
+        "key_cache",
+        "losses_are_megatrons",
+        "checkpoint_names",
+        "fallbacks_are_megatrons",
+    ],
 )
 def test_check(check):
     process = start(check)
