@@ -486,6 +486,8 @@ def compare(
 
 
 app.command()(cli_models.evaluate)
+app.command()(cli_models.validate)
+app.command()(cli_models.serve)
 
 
 @app.command()

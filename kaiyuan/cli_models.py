@@ -63,3 +63,55 @@ def evaluate(
     else:
         typer.echo((output / "results.md").read_text(encoding="utf-8"))
         typer.echo(f"results: {output}")
+
+
+def validate(
+    run: Annotated[Path, typer.Argument(help="A run, or its checkpoints folder.")],
+    data: Annotated[Path, typer.Option(help="Folder of a converted phase that was held out.")],
+    samples: Annotated[
+        int | None, typer.Option(min=1, help="So many samples, evenly over the data; else all.")
+    ] = None,
+) -> None:
+    """Measure loss and bits per byte of every checkpoint of a run on held-out data, as a curve.
+
+    Example: kaiyuan validate toy/run --data toy/data/phase5 --samples 100
+    """
+    from kaiyuan.validate import Validation, draw_points, write_points
+
+    validation = Validation(run, data, samples)
+    if validation.trained_on:
+        typer.echo(f"the run was trained on {data}: this is not held-out data", err=True)
+    table, picture = (validation.name.with_suffix(end) for end in (".csv", ".png"))
+    points = []
+    for point in validation:
+        typer.echo(
+            f"iteration {point.iteration}: loss {point.loss:.4f}, "
+            f"{point.bits_per_byte:.4f} bits per byte"
+        )
+        points.append(point)
+        # After each, because a checkpoint can take minutes.
+        write_points(points, table)
+    draw_points(points, picture)
+    typer.echo(f"curve: {table}, {picture}")
+
+
+def serve(
+    checkpoint: CheckpointOrExported,
+    host: Annotated[str, typer.Option(help="Address to listen on; no one is asked for a key.")] = (
+        "127.0.0.1"
+    ),
+    port: Annotated[int, typer.Option(min=1, max=65535, help="TCP port.")] = 8000,
+    model: ModelFile = None,
+    vocab_size: VocabSize = None,
+    tokenizer: TokenizerFolder = None,
+) -> None:
+    """Serve a model as OpenAI's completions (POST /v1/completions). Ctrl-C ends it.
+
+    Example: kaiyuan serve toy/run --port 8000
+    """
+    from kaiyuan.generate import model_folder
+    from kaiyuan.serve import serve as verb
+
+    folder, _ = model_folder(checkpoint, model, vocab_size, tokenizer)
+    typer.echo(f"serving http://{host}:{port}/v1/completions, model {folder}", err=True)
+    verb(folder, host, port)

@@ -87,6 +87,8 @@ def settle_checkpoints(run: Path) -> list[str]:
     done = []
     steps: dict[int, Path] = {}
     for path in sorted(folder.glob("iter_*")):
+        if not path.name.removeprefix("iter_").isdigit():
+            continue  # an export or an evaluation, which lie beside their checkpoint
         # Megatron writes this file when all others are on the disk.
         if (path / "metadata.json").is_file():
             steps[int(path.name.removeprefix("iter_"))] = path

@@ -9,9 +9,9 @@ import pytest
 
 from kaiyuan.data.convert import convert
 from kaiyuan.data.phase import ConvertedPhase
+from kaiyuan.data.samples import OrderedDataset
 from kaiyuan.data.tokenizer import train_tokenizer
 from kaiyuan.errors import UserError
-from kaiyuan.megatron.dataset import OrderedDataset
 
 WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven"]
 

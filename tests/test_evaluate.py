@@ -178,7 +178,7 @@ def test_lm_eval_knows_every_task_of_the_preset():
     # Its index of everything takes half a minute; these are the folders that the preset is in.
     names = (
         "mmlu/default ceval cmmlu arc super_glue commonsense_qa hellaswag openbookqa piqa siqa "
-        "winogrande gsm8k minerva_math humaneval mbpp"
+        "winogrande gsm8k minerva_math benchmarks humaneval mbpp"
     )
     index = lm_eval.tasks.TaskManager(
         include_path=[home / name for name in names.split()], include_defaults=False

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from kaiyuan.config import load_params
+from kaiyuan.data.samples import OrderedDataset
 from kaiyuan.errors import UserError
-from kaiyuan.megatron.dataset import OrderedDataset
 from kaiyuan.plan import make_plan
 from kaiyuan.runfolder import TRACKER, latest_step, record, recorded, settle_checkpoints
 
@@ -160,6 +160,13 @@ def test_a_truncated_checkpoint_is_not_chosen(copy):
     said = settle_checkpoints(copy)
     assert "is incomplete" in said[0]
     assert latest_step(copy) == 8
+
+
+def test_what_lies_beside_a_checkpoint_is_left_alone(copy):
+    beside = copy / "checkpoints" / "iter_0000010-hf-0123456789ab"
+    beside.mkdir()
+    assert settle_checkpoints(copy) == []
+    assert beside.is_dir()
 
 
 def test_without_a_complete_checkpoint_it_starts_anew(copy):

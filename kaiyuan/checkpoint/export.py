@@ -48,7 +48,7 @@ def export(info: CheckpointInfo, output: Path, dtype: str = "bfloat16") -> dict[
     tensors = ModelTensors(TorchDistCheckpoint(info.folder), sizes_of(info))
     shapes = {n: s for e in tensors for n, s in zip(e.hf_names, e.hf_shapes, strict=True)}
     with atomic_folder(output) as folder:
-        shards = write_shards(folder, _hf_tensors(tensors), shapes, DTYPES[dtype])
+        shards = write_shards(folder, hf_tensors(tensors), shapes, DTYPES[dtype])
         _write_json(folder / "config.json", config)
         _write_json(folder / "generation_config.json", _generation_config(end_of_document))
         copy_tokenizer(info.tokenizer, folder)
@@ -56,7 +56,8 @@ def export(info: CheckpointInfo, output: Path, dtype: str = "bfloat16") -> dict[
         return write_manifest(folder, KIND, _manifest(folder, info, dtype, shards))
 
 
-def _hf_tensors(tensors: ModelTensors) -> Iterator[tuple[str, Tensor]]:
+def hf_tensors(tensors: ModelTensors) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a checkpoint one by one, under their names in transformers."""
     for entry in tensors:
         yield from zip(entry.hf_names, entry.split(tensors.read(entry)), strict=True)
 

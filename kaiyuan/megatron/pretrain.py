@@ -19,9 +19,9 @@ from megatron.training.argument_utils import (
 from torch import Tensor
 
 from kaiyuan.data.phase import ConvertedPhase
+from kaiyuan.data.samples import OrderedDataset, build_ends
 from kaiyuan.errors import UserError
 from kaiyuan.megatron import arguments, cpu, fallbacks, layers, loss, mends, nodes, records
-from kaiyuan.megatron.dataset import OrderedDataset, build_ends
 
 
 def loss_function(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:

@@ -1,0 +1,38 @@
+"""Serve an exported model with the API of OpenAI's completions, through an existing server."""
+
+import importlib.util
+import os
+import sys
+from pathlib import Path
+
+from kaiyuan.errors import UserError
+
+
+def serve(hf_folder: Path, host: str, port: int) -> None:
+    """Serve a model until interrupted.
+
+    Through vLLM where it is installed, for its speed; otherwise through the server of
+    transformers, which answers one request at a time and knows POST /v1/completions as well.
+    Both call the model by the path of its folder. Neither asks who calls, so anything but
+    127.0.0.1 as ``host`` opens the model to the network.
+
+    Args:
+        hf_folder: an exported model.
+        host: address to listen on.
+        port: TCP port.
+
+    Raises:
+        UserError: neither server is installed.
+    """
+    if importlib.util.find_spec("vllm") is not None:
+        command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(hf_folder)]
+        os.execv(sys.executable, [*command, "--host", host, "--port", str(port)])
+    missing = [n for n in ("fastapi", "uvicorn", "openai") if importlib.util.find_spec(n) is None]
+    if missing:
+        raise UserError(
+            f"serve needs {', '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not "
+            "installed: pip install 'kaiyuan[serve]'"
+        )
+    from transformers.cli.serve import Serve
+
+    Serve(force_model=str(hf_folder), host=host, port=port)

@@ -1,0 +1,83 @@
+"""The loss of the checkpoints of a run on held-out data."""
+
+import csv
+import math
+import shutil
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from kaiyuan.data.phase import ConvertedPhase
+from kaiyuan.errors import UserError
+from kaiyuan.files import read_manifest, write_manifest
+from kaiyuan.validate import Validation
+
+from .conftest import run_kaiyuan
+
+SEQUENCE = 256  # of the toy
+SAMPLES = 30
+
+
+@pytest.fixture(scope="module")
+def validated(demo, tmp_path_factory):
+    run = tmp_path_factory.mktemp("run") / "run"
+    shutil.copytree(demo.folder / "run", run)
+    done = run_kaiyuan(
+        "validate", run, "--data", demo.folder / "data" / "phase5", "--samples", SAMPLES
+    )
+    with (run / "validation-phase5.csv").open() as stream:
+        return run, done, list(csv.DictReader(stream))
+
+
+def stream_of(demo) -> np.ndarray:
+    """All tokens of the phase in training order."""
+    phase = ConvertedPhase.open(demo.folder / "data" / "phase5")
+    return np.concatenate([phase.tokens(document) for document in phase.order()])
+
+
+def transformers_loss(demo) -> float:
+    """Mean over samples, evenly over the data, of the loss that transformers itself computes."""
+    model = AutoModelForCausalLM.from_pretrained(demo.folder / "model", dtype=torch.float32)
+    stream = torch.from_numpy(stream_of(demo).astype(np.int64))
+    there = (len(stream) - 1) // SEQUENCE
+    losses = []
+    with torch.inference_mode():
+        for number in range(SAMPLES):
+            start = number * there // SAMPLES * SEQUENCE
+            ids = stream[None, start : start + SEQUENCE + 1]
+            losses.append(model(input_ids=ids, labels=ids).loss.item())
+    return sum(losses) / len(losses)
+
+
+def test_the_last_point_is_transformers_loss_of_the_export(demo, validated):
+    _, _, rows = validated
+    loss = transformers_loss(demo)
+    assert float(rows[-1]["loss"]) == pytest.approx(loss, abs=1e-4)
+    # Of the parquet, not of the manifest.
+    texts = pq.read_table(demo.folder / "corpus" / "phase5")["text"].to_pylist()
+    text_bytes = sum(len(text.encode()) for text in texts if text)
+    bits = loss * len(stream_of(demo)) / math.log(2) / text_bytes
+    assert float(rows[-1]["bits_per_byte"]) == pytest.approx(bits, abs=1e-4)
+
+
+def test_every_checkpoint_is_a_point_of_the_curve(demo, validated):
+    run, done, rows = validated
+    folders = sorted(path.name for path in (run / "checkpoints").glob("iter_*"))
+    assert [f"iter_{int(row['iteration']):07d}" for row in rows] == folders
+    assert len(rows) > 2
+    assert float(rows[0]["loss"]) > float(rows[-1]["loss"])
+    assert (run / "validation-phase5.png").read_bytes().startswith(b"\x89PNG")
+    assert "not held-out data" in done.stderr  # the toy was trained on it
+
+
+def test_data_of_another_tokenizer(demo, tmp_path):
+    data = shutil.copytree(demo.folder / "data" / "phase5", tmp_path / "data")
+    manifest = read_manifest(data, "phase")
+    del manifest["seal"], manifest["kind"]
+    manifest["tokenizer"]["hash"] = "0" * 64
+    write_manifest(data, "phase", manifest)
+    with pytest.raises(UserError, match="another tokenizer"):
+        Validation(demo.folder / "run", data)
