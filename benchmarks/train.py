@@ -9,9 +9,10 @@ drawn at random; the last rows are repeated at the end with --repeat, to show th
     ours        our layers; TransformerEngine is kept off the path
     ours+te     the same with TransformerEngine on the path, unused
     ours-te     our entry point with transformer_impl: transformer_engine
-    te          Megatron with TransformerEngine, its RoPE fusion and its fused cross-entropy
-    te-plain    the same with Megatron's own cross-entropy
+    te          Megatron with TransformerEngine and its RoPE fusion
+    te+ce       the same with Megatron's fused cross-entropy; it refuses TransformerEngine's
     stock       Megatron's own layers (transformer_impl: local)
+    plain       our layers as plain PyTorch operations, which the fused ones are held against
 
 --te-path is the folder with TransformerEngine, where it is not installed in the environment.
 """
@@ -32,7 +33,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 DATASHEET_TFLOPS = {"H200": 989.0, "H100": 989.0, "A100": 312.0, "B200": 2250.0}
 RESULT = "RESULT "
-TE_PATHS = ("ours+te", "ours-te", "te", "te-plain")
+TE_PATHS = ("ours+te", "ours-te", "te", "te+ce")
 # Kernels by what they do; the first pattern that is found decides.
 KINDS = {
     "matrix products": r"gemm|nvjet|cutlass.*(?:gemm|wgmma)|cublas",
@@ -52,7 +53,7 @@ def main() -> None:
     """Parse the command line and measure, or be one of the measuring processes."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--models", nargs="+", default=["qwen3_1p7b"])
-    parser.add_argument("--paths", nargs="+", default=["ours", "te", "te-plain", "stock"])
+    parser.add_argument("--paths", nargs="+", default=["ours", "te", "te+ce", "stock"])
     parser.add_argument("--micro-batches", nargs="+", type=int, default=[1, 2, 4, 8])
     parser.add_argument("--global-batch", type=int, default=32)
     parser.add_argument("--steps", type=int, default=6, help="measured, after two that are not")
@@ -97,18 +98,9 @@ def run_worker(
     command = [sys.executable, __file__, "--worker", path, "--models", model]
     command += ["--micro-batches", str(micro_batch), "--steps", str(args.steps)]
     command += ["--global-batch", str(args.global_batch)] + ["--profile"] * args.profile + extra
-    python_path = [str(ROOT), os.environ.get("PYTHONPATH", "")]
+    environment = os.environ | single_process()
     if path in TE_PATHS and args.te_path:
-        python_path.insert(1, args.te_path)
-    environment = os.environ | {
-        "PYTHONPATH": ":".join(filter(None, python_path)),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(20000 + os.getpid() % 20000),
-        "RANK": "0",
-        "WORLD_SIZE": "1",
-        "LOCAL_RANK": "0",
-        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-    }
+        environment["PYTHONPATH"] = f"{args.te_path}:{environment['PYTHONPATH']}"
     result = {"path": path, "model": model, "micro_batch": micro_batch}
     try:
         done = subprocess.run(
@@ -122,6 +114,20 @@ def run_worker(
     lines = [x for x in done.stderr.splitlines() if re.match(r"\S*(Error|Exception)\b", x)]
     print("\n".join(done.stderr.splitlines()[-25:]), file=sys.stderr)
     return {**result, "error": lines[-1][:150] if lines else f"exit code {done.returncode}"}
+
+
+def single_process(number: int = 0) -> dict[str, str]:
+    """Return the environment of a training in one process; ``number`` tells it from others."""
+    python_path = [str(ROOT), os.environ.get("PYTHONPATH", "")]
+    return {
+        "PYTHONPATH": ":".join(filter(None, python_path)),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(20000 + (os.getpid() + number) % 20000),
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_RANK": "0",
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+    }
 
 
 def table_row(result: dict[str, Any], gemm: dict[str, Any]) -> str:
@@ -161,7 +167,9 @@ def work(args: argparse.Namespace, extra: list[str]) -> None:
 
     watch = Stopwatch(args.steps, args.profile)
     argv = megatron_arguments(args, extra)
-    if args.worker.startswith("ours"):
+    if args.worker == "plain":
+        use_plain_operations()
+    if args.worker.startswith("ours") or args.worker == "plain":
         from kaiyuan.megatron import pretrain
 
         pretrain.provide_datasets = provide_random  # type: ignore[assignment]
@@ -173,6 +181,29 @@ def work(args: argparse.Namespace, extra: list[str]) -> None:
         run_megatron(argv)
     peak = torch.cuda.max_memory_allocated() / 2**30
     print(RESULT + json.dumps({**watch.result(), "peak_gib": peak}), flush=True)
+
+
+def use_plain_operations() -> None:
+    """Take every kernel out of our layers, and the replacements of Megatron's fallbacks."""
+    import torch
+    import torch.nn.functional as F
+    from megatron.core.transformer.attention import SelfAttention
+    from megatron.core.transformer.mlp import MLP
+
+    from kaiyuan.megatron import fallbacks, layers, loss
+
+    def norm(self: Any, x: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+    def cross_entropy(logits: torch.Tensor, labels: torch.Tensor, _: Any) -> torch.Tensor:
+        rows = logits.flatten(0, -2).float()
+        return F.cross_entropy(rows, labels.flatten(), reduction="none").view(labels.shape)
+
+    layers.RMSNorm.forward = layers.ResidualRMSNorm.forward = norm  # type: ignore[method-assign]
+    layers.SelfAttention.forward = SelfAttention.forward  # type: ignore[method-assign]
+    layers.MLP.forward = MLP.forward  # type: ignore[method-assign]
+    loss.cross_entropy = cross_entropy
+    fallbacks.install = lambda: None
 
 
 def measure_gemm() -> dict[str, Any]:
@@ -198,13 +229,15 @@ def megatron_arguments(args: argparse.Namespace, extra: list[str]) -> list[str]:
     params = load_params(args.models[0])
     model = {**params.model}
     path = args.worker
-    if "te" in path.split("-") or path.startswith("te"):
+    if path in ("te", "te+ce", "ours-te"):
         model["transformer_impl"] = "transformer_engine"
         model["no_rope_fusion"] = False
     if not path.startswith("ours"):
         model["no_gradient_accumulation_fusion"] = True  # asks for Apex
-    if path == "te":
-        model |= {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "te"}
+    if path == "te+ce":
+        model |= {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "native"}
+    if path == "plain":
+        model |= {"no_bias_swiglu_fusion": True, "no_bias_dropout_fusion": True}
     hparams = {
         "bf16": True,
         "micro_batch_size": args.micro_batches[0],

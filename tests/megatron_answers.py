@@ -64,23 +64,20 @@ def rates(schedules: list[dict[str, Any]]) -> list[float]:
     return answers
 
 
-def flops(arguments: dict[str, Any]) -> dict[str, float]:
-    """Return the operations for a token, as torch sees them and as Megatron's formula has them."""
+def _model(arguments: dict[str, Any]) -> tuple[Any, Any]:
+    """Return a model with our layers, in fp32 on the CPU, and its parsed arguments."""
     import torch
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
     from megatron.training.argument_utils import gpt_config_from_args
-    from megatron.training.training import num_floating_point_operations
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-    from torch.utils.flop_counter import FlopCounterMode
 
     from kaiyuan.config import to_argv
     from kaiyuan.megatron import arguments as parser
     from kaiyuan.megatron import layers
 
     argv = [*to_argv(arguments), "--train-samples=1000", "--lr-decay-samples=1000"]
-    args = parser.parse([*argv, *parser.CPU_ARGUMENTS])
+    args = parser.parse([*parser.CPU_ARGUMENTS, *argv])
     store = torch.distributed.HashStore()
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     parallel_state.initialize_model_parallel()
@@ -95,6 +92,17 @@ def flops(arguments: dict[str, Any]) -> dict[str, float]:
         position_embedding_type="rope",
     )
     args.padded_vocab_size = args.vocab_size
+    return model, args
+
+
+def flops(arguments: dict[str, Any]) -> dict[str, float]:
+    """Return the operations for a token, as torch sees them and as Megatron's formula has them."""
+    import torch
+    from megatron.training.training import num_floating_point_operations
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.utils.flop_counter import FlopCounterMode
+
+    model, args = _model(arguments)
     ids = torch.arange(args.seq_length)[None] % args.vocab_size
     # The counter knows attention as matrix products; it has no entry for the CPU's fused kernel.
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
@@ -106,9 +114,49 @@ def flops(arguments: dict[str, Any]) -> dict[str, float]:
     }
 
 
+def documents(arguments: dict[str, Any]) -> dict[str, list[float]]:
+    """Return the losses of two samples of two documents each, by forward_step and one by one."""
+    import torch
+
+    from kaiyuan.megatron import pretrain
+
+    model, args = _model(arguments)
+    length = args.seq_length
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(args.vocab_size, (2, length + 1), generator=generator)
+    cuts = (100, 17)
+    positions = torch.stack([torch.cat([torch.arange(c), torch.arange(length - c)]) for c in cuts])
+    batch = {
+        "tokens": ids[:, :-1],
+        "labels": ids[:, 1:],
+        "position_ids": positions,
+        "loss_mask": torch.ones(2, length),
+    }
+    together, _ = pretrain.forward_step(iter([batch]), model)
+    args.reset_attention_mask = False
+    alone = []
+    for row, cut in enumerate(cuts):
+        for part in (slice(0, cut), slice(cut, length)):
+            one = {name: value[row : row + 1, part] for name, value in batch.items()}
+            losses, _ = pretrain.forward_step(iter([one]), model)
+            alone += losses.flatten().tolist()
+    mixed, _ = pretrain.forward_step(iter([batch]), model)
+    return {
+        "together": together.flatten().tolist(),
+        "alone": alone,
+        "mixed": mixed.flatten().tolist(),
+    }
+
+
 def main() -> None:
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-    verb = {"parse": parse, "options": options, "rates": rates, "flops": flops}[sys.argv[1]]
+    verb = {
+        "parse": parse,
+        "options": options,
+        "rates": rates,
+        "flops": flops,
+        "documents": documents,
+    }[sys.argv[1]]
     question = json.loads(sys.stdin.read() or "null")
     with contextlib.redirect_stdout(sys.stderr):
         answer = verb(question)

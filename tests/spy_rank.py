@@ -12,12 +12,12 @@ from kaiyuan import rank
 
 
 def install() -> None:
+    from kaiyuan.megatron import pretrain  # before Megatron itself: it readies the machine
+
+    forward = pretrain.forward_step
     from megatron.core import parallel_state
     from megatron.training import get_args
 
-    import kaiyuan.megatron.pretrain as pretrain
-
-    forward = pretrain.forward_step
     spoil, step = (os.environ.get("KAIYUAN_SPOIL") or "nothing 0").split()
     seen: dict[int, int] = {}
 

@@ -21,8 +21,6 @@ LAYOUTS = {
     "data 2 x pipeline 2": (4, PIPELINE),
     "tensor 2 x pipeline 2": (4, TENSOR + PIPELINE),
 }
-# All phases of all layouts take ten minutes; the mixture of most kinds stands for them.
-TWO_PHASES = "tensor 2 x pipeline 2"
 
 
 @pytest.fixture(scope="module")
@@ -53,12 +51,12 @@ def copy(run, to):
     shutil.copytree(run.with_name(f"{run.name}-samples"), to.with_name(f"{to.name}-samples"))
 
 
-def compare(demo, start, layout, tmp_path, phases):
+def compare(demo, start, layout, tmp_path, phases, *more):
     begun, finished, params, short = start(phases)
     processes, changes = LAYOUTS[layout]
     run = tmp_path / "run"
     copy(begun, run)
-    train(run, demo.folder / "data", params, *short, *changes, "--nproc", processes)
+    train(run, demo.folder / "data", params, *short, *changes, *more, "--nproc", processes)
     mine = np.array(losses(run), dtype=float)
     reference = np.array(losses(finished), dtype=float)
     assert len(mine) == 4 + 2 * (len(phases) - 1)
@@ -67,8 +65,11 @@ def compare(demo, start, layout, tmp_path, phases):
     return run, finished
 
 
-def test_a_mixture_of_layouts(demo, start, tmp_path):
-    compare(demo, start, TWO_PHASES, tmp_path, (1, 5))
+def test_a_mixture_of_layouts_with_loader_workers(demo, start, tmp_path):
+    more = "num_workers=2"
+    run, finished = compare(demo, start, "data 2 x tensor 2", tmp_path, (1, 5), more)
+    assert len(samples(run)) == 6 * 8
+    assert samples(run) == samples(finished)
 
 
 @pytest.mark.slow
@@ -79,16 +80,9 @@ def test_all_layouts_over_all_phases(demo, start, tmp_path, layout):
         assert samples(run) == samples(finished)
 
 
-@pytest.mark.parametrize(
-    ("processes", "workers"),
-    [
-        pytest.param(1, 2, marks=pytest.mark.slow),
-        (2, 2),
-        pytest.param(2, 0, marks=pytest.mark.slow),
-        pytest.param(4, 0, marks=pytest.mark.slow),
-        pytest.param(4, 2, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("processes", [1, 2, 4])
 def test_order_for_any_number_of_ranks_and_loader_workers(
     demo, start, tmp_path, processes, workers
 ):

@@ -19,7 +19,9 @@ from torch import Tensor
 
 def install() -> None:
     """Put all of them in place; must run before ``pretrain``, and only with CUDA."""
-    if not layers._grad_accum_fusion_available:
+    # Older versions of torch cannot; Megatron then says how to go without.
+    can_add_in_fp32 = "dtype_out" in torch.ops.aten.addmm.overloads()
+    if can_add_in_fp32 and not layers._grad_accum_fusion_available:
         # As Apex's extension, but in this one module: others must not take it for installed.
         layers.fused_weight_gradient_mlp_cuda = SimpleNamespace(
             wgrad_gemm_accum_fp32=_add_weight_gradient,

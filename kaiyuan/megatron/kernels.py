@@ -74,9 +74,17 @@ def _rms_norm_backward(
     weight = tl.load(weight_ptr + cols, mask=mask, other=0.0).to(tl.float32)
     weight_grad = tl.zeros([BLOCK], tl.float32)
     row = tl.program_id(0).to(tl.int64) * size
+    step = tl.num_programs(0).to(tl.int64) * size
+    end = rows.to(tl.int64) * size
+    x_next = tl.load(x_ptr + row + cols, mask=mask, other=0.0)
+    grad_next = tl.load(grad_ptr + row + cols, mask=mask, other=0.0)
     for _ in range(tl.program_id(0), rows, tl.num_programs(0)):
-        x = tl.load(x_ptr + row + cols, mask=mask, other=0.0).to(tl.float32)
-        grad = tl.load(grad_ptr + row + cols, mask=mask, other=0.0).to(tl.float32)
+        x = x_next.to(tl.float32)
+        grad = grad_next.to(tl.float32)
+        # The next row is on its way while this one is summed.
+        following = mask & (row + step < end)
+        x_next = tl.load(x_ptr + row + step + cols, mask=following, other=0.0)
+        grad_next = tl.load(grad_ptr + row + step + cols, mask=following, other=0.0)
         scale = tl.rsqrt(tl.sum(x * x) / size + eps)
         normed = x * scale
         weight_grad += grad * normed
@@ -85,7 +93,7 @@ def _rms_norm_backward(
         if HAS_RESIDUAL:
             x_grad += tl.load(residual_grad_ptr + row + cols, mask=mask, other=0.0).to(tl.float32)
         tl.store(x_grad_ptr + row + cols, x_grad, mask=mask)
-        row += tl.num_programs(0).to(tl.int64) * size
+        row += step
     tl.store(weight_grad_ptr + tl.program_id(0) * size + cols, weight_grad, mask=mask)
 
 
@@ -220,13 +228,25 @@ def swiglu(x: Tensor) -> Tensor:
 # ---- Query, key and value: split, norm and rotary positions ----
 #
 # A row of the projection holds, group after group, the query heads, the key head and the value
-# head of the group. One program takes one head of _TOKENS tokens, as its two halves, which the
-# rotation mixes.
+# head of the group. One program takes one group of _TOKENS tokens, so that its heads share the
+# cosines and sines, each head as its two halves, which the rotation mixes.
 
 
 @triton.jit
-def _load_half(ptr, offsets, mask, half, SECOND: tl.constexpr):
-    return tl.load(ptr + offsets + (half if SECOND else 0), mask=mask, other=0.0).to(tl.float32)
+def _halves(ptr, offsets, mask, half):
+    first = tl.load(ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+    return first, tl.load(ptr + offsets + half, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _store_halves(ptr, offsets, first, second, mask, half):
+    tl.store(ptr + offsets, first, mask=mask)
+    tl.store(ptr + offsets + half, second, mask=mask)
+
+
+@triton.jit
+def _scale(first, second, half, eps):
+    return tl.rsqrt((tl.sum(first * first, 1) + tl.sum(second * second, 1)) / (2 * half) + eps)
 
 
 @triton.jit
@@ -248,32 +268,34 @@ def _queries_keys_forward(
     TOKENS: tl.constexpr,
     HALF: tl.constexpr,
 ):
-    group = tl.program_id(1) // (PER_GROUP + 1)
-    slot = tl.program_id(1) % (PER_GROUP + 1)
+    group = tl.program_id(1)
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)[:, None]
     col = tl.arange(0, HALF)[None, :]
-    mask = (token < tokens) & (col < half)
-    heads = (PER_GROUP + 2) * groups
-    source = token.to(tl.int64) * heads * 2 * half
-    source += (group * (PER_GROUP + 2) + slot) * 2 * half + col
-    x1 = _load_half(mixed_ptr, source, mask, half, False)
-    x2 = _load_half(mixed_ptr, source, mask, half, True)
-    if NORM:
-        weight_ptr = query_weight_ptr if slot < PER_GROUP else key_weight_ptr
-        scale = tl.rsqrt((tl.sum(x1 * x1, 1) + tl.sum(x2 * x2, 1)) / (2 * half) + eps)[:, None]
-        x1 *= scale * tl.load(weight_ptr + col, mask=col < half, other=0.0).to(tl.float32)
-        x2 *= scale * tl.load(weight_ptr + half + col, mask=col < half, other=0.0).to(tl.float32)
-    angle = (token // batch) * half + col
-    cos = tl.load(cos_ptr + angle, mask=mask, other=0.0)
-    sin = tl.load(sin_ptr + angle, mask=mask, other=0.0)
-    if slot < PER_GROUP:
-        target = (token.to(tl.int64) * groups * PER_GROUP + group * PER_GROUP + slot) * 2 * half
-        out_ptr = query_ptr
-    else:
-        target = (token.to(tl.int64) * groups + group) * 2 * half
-        out_ptr = key_ptr
-    tl.store(out_ptr + target + col, x1 * cos - x2 * sin, mask=mask)
-    tl.store(out_ptr + target + half + col, x2 * cos + x1 * sin, mask=mask)
+    in_head = col < half
+    mask = (token < tokens) & in_head
+    cos = tl.load(cos_ptr + (token // batch) * half + col, mask=mask, other=0.0)
+    sin = tl.load(sin_ptr + (token // batch) * half + col, mask=mask, other=0.0)
+    # the group's first head in the projection and in the queries, and its key
+    row = token.to(tl.int64) * groups + group
+    mixed = row * (PER_GROUP + 2) * 2 * half + col
+    query = row * PER_GROUP * 2 * half + col
+    key = row * 2 * half + col
+    for slot in tl.static_range(PER_GROUP + 1):
+        x1, x2 = _halves(mixed_ptr, mixed + slot * 2 * half, mask, half)
+        if NORM:
+            scale = _scale(x1, x2, half, eps)[:, None]
+            if slot < PER_GROUP:
+                w1, w2 = _halves(query_weight_ptr, col, in_head, half)
+            else:
+                w1, w2 = _halves(key_weight_ptr, col, in_head, half)
+            x1 *= scale * w1
+            x2 *= scale * w2
+        out1 = x1 * cos - x2 * sin
+        out2 = x2 * cos + x1 * sin
+        if slot < PER_GROUP:
+            _store_halves(query_ptr, query + slot * 2 * half, out1, out2, mask, half)
+        else:
+            _store_halves(key_ptr, key, out1, out2, mask, half)
 
 
 @triton.jit
@@ -298,48 +320,49 @@ def _queries_keys_backward(
     TOKENS: tl.constexpr,
     HALF: tl.constexpr,
 ):
-    group = tl.program_id(1) // (PER_GROUP + 2)
-    slot = tl.program_id(1) % (PER_GROUP + 2)
+    group = tl.program_id(1)
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)[:, None]
     col = tl.arange(0, HALF)[None, :]
-    mask = (token < tokens) & (col < half)
-    mixed = token.to(tl.int64) * (PER_GROUP + 2) * groups * 2 * half
-    mixed += (group * (PER_GROUP + 2) + slot) * 2 * half + col
-    one_a_group = (token.to(tl.int64) * groups + group) * 2 * half + col
-    if slot == PER_GROUP + 1:
-        grad1 = _load_half(value_grad_ptr, one_a_group, mask, half, False)
-        grad2 = _load_half(value_grad_ptr, one_a_group, mask, half, True)
-    else:
+    in_head = col < half
+    mask = (token < tokens) & in_head
+    cos = tl.load(cos_ptr + (token // batch) * half + col, mask=mask, other=0.0)
+    sin = tl.load(sin_ptr + (token // batch) * half + col, mask=mask, other=0.0)
+    row = token.to(tl.int64) * groups + group
+    mixed = row * (PER_GROUP + 2) * 2 * half + col
+    query = row * PER_GROUP * 2 * half + col
+    key = row * 2 * half + col
+    for slot in tl.static_range(PER_GROUP + 1):
         if slot < PER_GROUP:
-            query = (token.to(tl.int64) * groups * PER_GROUP + group * PER_GROUP + slot) * 2 * half
-            out1 = _load_half(query_grad_ptr, query + col, mask, half, False)
-            out2 = _load_half(query_grad_ptr, query + col, mask, half, True)
+            out1, out2 = _halves(query_grad_ptr, query + slot * 2 * half, mask, half)
         else:
-            out1 = _load_half(key_grad_ptr, one_a_group, mask, half, False)
-            out2 = _load_half(key_grad_ptr, one_a_group, mask, half, True)
-        angle = (token // batch) * half + col
-        cos = tl.load(cos_ptr + angle, mask=mask, other=0.0)
-        sin = tl.load(sin_ptr + angle, mask=mask, other=0.0)
+            out1, out2 = _halves(key_grad_ptr, key, mask, half)
         grad1 = out1 * cos + out2 * sin
         grad2 = out2 * cos - out1 * sin
         if NORM:
-            x1 = _load_half(mixed_ptr, mixed, mask, half, False)
-            x2 = _load_half(mixed_ptr, mixed, mask, half, True)
-            scale = tl.rsqrt((tl.sum(x1 * x1, 1) + tl.sum(x2 * x2, 1)) / (2 * half) + eps)[:, None]
+            x1, x2 = _halves(mixed_ptr, mixed + slot * 2 * half, mask, half)
+            scale = _scale(x1, x2, half, eps)[:, None]
             x1 *= scale
             x2 *= scale
-            partial = tl.program_id(0) * groups * (PER_GROUP + 1) + group * (PER_GROUP + 1) + slot
-            partial_ptr = weight_grad_ptr + partial * 2 * half + tl.arange(0, HALF)
-            tl.store(partial_ptr, tl.sum(grad1 * x1, 0), mask=tl.arange(0, HALF) < half)
-            tl.store(partial_ptr + half, tl.sum(grad2 * x2, 0), mask=tl.arange(0, HALF) < half)
-            weight_ptr = query_weight_ptr if slot < PER_GROUP else key_weight_ptr
-            grad1 *= tl.load(weight_ptr + col, mask=col < half, other=0.0).to(tl.float32)
-            grad2 *= tl.load(weight_ptr + half + col, mask=col < half, other=0.0).to(tl.float32)
+            if slot < PER_GROUP:
+                w1, w2 = _halves(query_weight_ptr, col, in_head, half)
+            else:
+                w1, w2 = _halves(key_weight_ptr, col, in_head, half)
+            # one partial sum a program and head: [blocks, groups, PER_GROUP + 1, 2 * half]
+            program = tl.program_id(0) * groups + group
+            partial = weight_grad_ptr + (program * (PER_GROUP + 1) + slot) * 2 * half
+            cols = tl.arange(0, HALF)
+            sum1 = tl.sum(grad1 * x1, 0)
+            sum2 = tl.sum(grad2 * x2, 0)
+            _store_halves(partial, cols, sum1, sum2, cols < half, half)
+            grad1 *= w1
+            grad2 *= w2
             mean = ((tl.sum(grad1 * x1, 1) + tl.sum(grad2 * x2, 1)) / (2 * half))[:, None]
             grad1 = scale * (grad1 - x1 * mean)
             grad2 = scale * (grad2 - x2 * mean)
-    tl.store(mixed_grad_ptr + mixed, grad1, mask=mask)
-    tl.store(mixed_grad_ptr + mixed + half, grad2, mask=mask)
+        _store_halves(mixed_grad_ptr, mixed + slot * 2 * half, grad1, grad2, mask, half)
+    value1, value2 = _halves(value_grad_ptr, key, mask, half)
+    last = mixed + (PER_GROUP + 1) * 2 * half
+    _store_halves(mixed_grad_ptr, last, value1, value2, mask, half)
 
 
 class _QueriesKeysValues(Function):
@@ -368,7 +391,7 @@ class _QueriesKeysValues(Function):
             "TOKENS": _TOKENS,
             "HALF": triton.next_power_of_2(half),
         }
-        _queries_keys_forward[(triton.cdiv(sequence * batch, _TOKENS), groups * (per_group + 1))](
+        _queries_keys_forward[(triton.cdiv(sequence * batch, _TOKENS), groups)](
             mixed, query_weight, key_weight, cos, sin, query, key, *ctx.shape, **ctx.options
         )
         return query, key, value
@@ -388,7 +411,7 @@ class _QueriesKeysValues(Function):
             partial = torch.empty(
                 blocks, groups, per_group + 1, 2 * half, dtype=torch.float32, device=mixed.device
             )
-        _queries_keys_backward[(blocks, groups * (per_group + 2))](
+        _queries_keys_backward[(blocks, groups)](
             query_grad.contiguous(),
             key_grad.contiguous(),
             value_grad.contiguous(),

@@ -28,6 +28,8 @@ from megatron.core.transformer.transformer_block import (
 )
 from torch import Tensor
 
+from kaiyuan.megatron import flash
+
 
 class RMSNorm(torch.nn.Module):
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension.
@@ -130,6 +132,8 @@ class SDPA(MegatronModule):
     def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         num_queries, batch, num_heads, _size = query.shape
         num_keys, num_groups = key.shape[0], key.shape[2]
+        if self._flash_takes(query, num_keys):
+            return flash.causal_attention(query, key, value, self.softmax_scale).flatten(2)
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         mask = None
         if num_queries not in (1, num_keys):
@@ -146,6 +150,16 @@ class SDPA(MegatronModule):
             enable_gqa=num_heads != num_groups,
         )
         return out.permute(2, 0, 1, 3).reshape(num_queries, batch, -1)
+
+    def _flash_takes(self, query: Tensor, num_keys: int) -> bool:
+        return (
+            query.is_cuda
+            and query.dtype in (torch.bfloat16, torch.float16)
+            and query.shape[0] == num_keys
+            and query.shape[-1] in (64, 96, 128)
+            and not (self.dropout and self.training)
+            and flash.is_available(query.device)
+        )
 
 
 class SelfAttention(megatron_attention.SelfAttention):

@@ -47,7 +47,7 @@ def forward_step(batches: Iterator[dict[str, Tensor]], model: torch.nn.Module) -
     documents = None
     if get_args().reset_attention_mask:
         documents = packed_documents(batch["position_ids"])
-        batch = {name: x.view(1, -1) for name, x in batch.items()}
+        batch = {name: x.reshape(1, -1) for name, x in batch.items()}
     losses = model(
         batch["tokens"],
         batch["position_ids"],

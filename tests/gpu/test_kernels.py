@@ -202,3 +202,26 @@ def test_packed_documents_see_themselves_only() -> None:
     for first, last in pairwise(ends.tolist()):
         alone = core(*(x[first:last].unsqueeze(1) for x in (q, k, v)), None)
         torch.testing.assert_close(packed[first:last], alone.squeeze(1))
+
+
+@pytest.mark.parametrize(("heads", "groups", "head"), [(16, 8, 128), (8, 4, 96)])
+def test_attention(heads: int, groups: int, head: int) -> None:
+    from kaiyuan.megatron import flash
+    from kaiyuan.megatron.layers import SDPA
+
+    core = SDPA.__new__(SDPA)
+    torch.nn.Module.__init__(core)
+    core.dropout, core.softmax_scale = 0.0, None
+
+    def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
+        k, v = (x.repeat_interleave(heads // groups, 1) for x in (k, v))
+        scores = q @ k.transpose(-1, -2) * head**-0.5
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device="cuda").triu(1)
+        out = scores.masked_fill(mask, -torch.inf).softmax(-1) @ v
+        return out.permute(2, 0, 1, 3).flatten(2)
+
+    inputs = [normal(1024, 2, n, head) for n in (heads, groups, groups)]
+    by = "FlashAttention-4" if flash.is_available(inputs[0].device) else "PyTorch"
+    name = f"attention by {by}, {heads} heads of {head}, {groups} groups"
+    compare(name, lambda q, k, v: core(q, k, v, None), plain, inputs)

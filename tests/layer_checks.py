@@ -1,0 +1,154 @@
+"""Run in a process of its own: one check of the layers or of the loss on a CPU, by its name.
+
+python -m tests.layer_checks packed_documents
+"""
+
+import os
+import sys
+from types import SimpleNamespace
+
+import torch
+
+import kaiyuan.megatron  # noqa: F401
+from kaiyuan.megatron import loss
+from kaiyuan.megatron.layers import SDPA, block_spec
+
+
+def attention() -> SDPA:
+    core = SDPA.__new__(SDPA)
+    torch.nn.Module.__init__(core)
+    core.dropout, core.softmax_scale = 0.0, None
+    return core
+
+
+def packed_documents() -> None:
+    """No token sees another document, and the gradients neither."""
+    core, lengths = attention(), [3, 1, 7]
+    bounds = torch.tensor([0, *lengths]).cumsum(0)
+    packed = [torch.randn(11, heads, 8, requires_grad=True) for heads in (4, 2, 2)]
+    out = core(*packed, None, packed_seq_params=SimpleNamespace(cu_seqlens_q=bounds))
+    alone = [
+        core(*(x[first : first + n].unsqueeze(1) for x in packed), None).squeeze(1)
+        for first, n in zip(bounds.tolist(), lengths, strict=False)
+    ]
+    torch.testing.assert_close(out, torch.cat(alone))
+    (grad,) = torch.autograd.grad(out[4:].sum(), packed[2])
+    assert not grad[:4].any()
+    assert grad[4:].any()
+
+
+def key_cache() -> None:
+    """The last queries alone, with all keys, give what they give among all queries."""
+    core = attention()
+    query, key, value = (torch.randn(9, 2, heads, 8) for heads in (4, 2, 2))
+    full = core(query, key, value, None)
+    for last in (1, 4):
+        torch.testing.assert_close(core(query[-last:], key, value, None), full[-last:])
+
+
+def losses_are_megatrons() -> None:
+    """Values and gradients are Megatron's within 1e-6."""
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+
+    start_group(0, 1)
+    parallel_state.initialize_model_parallel()
+    logits = (torch.randn(7, 3, 501) * 3).requires_grad_()
+    labels = torch.randint(0, 501, (7, 3))
+    # Megatron's overwrites what it is given.
+    theirs = vocab_parallel_cross_entropy(logits.clone(), labels)
+    (their_grad,) = torch.autograd.grad(theirs.sum(), logits)
+    ours = loss.cross_entropy(logits, labels, None)
+    (our_grad,) = torch.autograd.grad(ours.sum(), logits)
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(our_grad, their_grad, rtol=1e-6, atol=1e-6)
+
+
+def merge_over_ranks() -> None:
+    """Two ranks with half of the vocabulary each find the loss over all of it."""
+    rank = int(os.environ["RANK"])
+    start_group(rank, 2)
+    torch.manual_seed(0)
+    logits, labels = torch.randn(5, 40) * 30, torch.randint(0, 40, (5,))
+    part = logits[:, rank * 20 : rank * 20 + 20]
+    here = labels // 20 == rank
+    target = torch.where(here, logits.gather(1, labels[:, None])[:, 0], 0)
+    lse = loss.merge(part.logsumexp(-1), target, torch.distributed.group.WORLD)
+    exact = torch.nn.functional.cross_entropy(logits, labels, reduction="none")
+    torch.testing.assert_close(lse - target, exact)
+
+
+def checkpoint_names() -> None:
+    """A checkpoint names the norms as TransformerEngine's layers do, which fuse them."""
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+    from kaiyuan.megatron.logits import _transformer_config
+
+    start_group(0, 1)
+    parallel_state.initialize_model_parallel()
+    model_parallel_cuda_manual_seed(0)
+    sizes = {"num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 48, "kv_channels": 8}
+    heads = {"num_attention_heads": 4, "num_query_groups": 2, "norm_epsilon": 1e-6}
+    config = _transformer_config(sizes | heads)
+    spec = block_spec(SimpleNamespace(transformer=config))
+    model = GPTModel(config, spec, 128, 16, position_embedding_type="rope")
+    names = {x.key for x in model.sharded_state_dict().values() if hasattr(x, "data")}
+    parts = ["linear_qkv.layer_norm_weight", "linear_qkv.weight", "linear_proj.weight"]
+    parts += ["q_layernorm.weight", "k_layernorm.weight"]
+    layer = {f"decoder.layers.self_attention.{part}" for part in parts}
+    layer |= {
+        f"decoder.layers.mlp.{part}"
+        for part in ("linear_fc1.layer_norm_weight", "linear_fc2.weight")
+    }
+    assert layer < names, names
+    assert "decoder.final_layernorm.weight" in names
+
+
+def fallbacks_are_megatrons() -> None:
+    """Norm, scaling and step are those that they replace; the step goes on after loading."""
+    from megatron.core.utils import local_multi_tensor_l2_norm, local_multi_tensor_scale
+
+    from kaiyuan.megatron import fallbacks
+
+    tensors = [torch.randn(n, 3) for n in (5, 1, 8)]
+    ours, _ = fallbacks._l2_norm(0, tensors[0], [tensors], False)
+    theirs, _ = local_multi_tensor_l2_norm(0, tensors[0], [tensors], False)
+    torch.testing.assert_close(ours, theirs)
+    for in_place in (True, False):
+        pairs = [[x.clone() for x in tensors] for _ in range(2)]
+        outs = pairs if in_place else [[torch.empty_like(x) for x in tensors] for _ in range(2)]
+        fallbacks._scale(0, tensors[0], [pairs[0], outs[0]], 0.3)
+        local_multi_tensor_scale(0, tensors[0], [pairs[1], outs[1]], 0.3)
+        torch.testing.assert_close(outs[0], outs[1])
+
+    grads = [torch.randn(2, 3) for _ in range(6)]
+    ends = []
+    for fused in (False, True):
+        weight = torch.nn.Parameter(torch.ones(2, 3))
+        optimizer = torch.optim.AdamW([weight])
+        wrapped = fallbacks._with_fused_step(lambda o=optimizer: SimpleNamespace(optimizer=o))
+        if fused:
+            wrapped()
+        for number, grad in enumerate(grads):
+            if number == 3:  # as a checkpoint without the fused step
+                state = optimizer.state_dict()
+                state["param_groups"][0]["fused"] = None
+                optimizer.load_state_dict(state)
+            assert bool(optimizer.param_groups[0]["fused"]) == fused
+            weight.grad = grad.clone()
+            optimizer.step()
+        ends.append(weight.detach())
+    torch.testing.assert_close(ends[0], ends[1])
+
+
+def start_group(rank: int, size: int) -> None:
+    store = torch.distributed.HashStore()
+    if size > 1:
+        store = torch.distributed.FileStore(os.environ["STORE"], size)
+    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=size)
+
+
+if __name__ == "__main__":
+    globals()[sys.argv[1]]()
