@@ -2,10 +2,10 @@
 
 import numpy as np
 import pytest
-from kaiyuan.megatron.dataset import OrderedDataset, build_ends
 
 from kaiyuan.config import load_params
 from kaiyuan.data.phase import ConvertedPhase
+from kaiyuan.data.samples import OrderedDataset, build_ends
 
 from .engine import train
 from .test_params import ask_megatron
