@@ -320,7 +320,7 @@ def train(
     ] = False,
     check: Annotated[bool, typer.Option("--check", help="Check everything and end.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the commands and end.")] = False,
-) -> None:
+) -> bool | None:
     """Train all phases, or one; the same command goes on with an interrupted run.
 
     Example: kaiyuan train toy --data toy/data --output toy/run lr=2e-3
@@ -339,12 +339,12 @@ def train(
         check_layout(plan, nodes)
         for each in plan.phases:
             typer.echo(shlex.join([*nodes.command(), *phase_arguments(each, data, output)]))
-        return
+        return None
     plan = preflight(params, data, output, nodes, tokenizer, phase, verify_data)
     if check:
         typer.echo(f"ready to train {plan.params.name}: {plan.steps:,} steps in all")
-        return
-    train(plan, data, output, nodes, tokenizer, phase, allow_change=allow_change)
+        return None
+    return train(plan, data, output, nodes, tokenizer, phase, allow_change=allow_change)
 
 
 Checkpoint = Annotated[

@@ -24,6 +24,7 @@ from typing import Any
 import yaml
 
 from kaiyuan.errors import UserError
+from kaiyuan.values import check_values, is_whole
 
 # What kaiyuan/megatron is made for; pyproject.toml pins it.
 MEGATRON_VERSIONS = ("0.19.2",)
@@ -121,12 +122,15 @@ def load_params(model: str, overrides: Sequence[str] = ()) -> Params:
     for part in (model_args, hparams, *arguments.values()):
         for key in part:
             check_argument_name(key)
-    return Params(
+    params = Params(
         name=folder.name,
         model=model_args,
         hparams=hparams,
         phases=tuple(_phase(name, settings[name], arguments[name]) for name in settings),
     )
+    for phase in params.phases:
+        check_values(params.arguments(phase), phase.name)
+    return params
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -174,7 +178,9 @@ def _override(
     if not equals:
         raise UserError(f"{override!r} is not of the form KEY=VALUE")
     value = _load(text, f"the value of {key}")
-    phase, dot, name = key.rpartition(".")
+    phase, dot, name = key.strip().replace("-", "_").rpartition(".")
+    if not name:
+        raise UserError(f"{override!r} is not of the form KEY=VALUE")
     if dot and phase not in settings:
         raise UserError(f"there is no phase {phase!r}; there are {', '.join(settings)}")
     for each in [phase] if dot else settings:
@@ -197,7 +203,7 @@ def _phase(name: str, settings: dict[str, Any], hparams: dict[str, Any]) -> Phas
         raise UserError(f"data.yaml: the order of {name} must be one of {', '.join(ORDERS)}")
     for key in ("tokens", "max_samples"):
         value = settings.get(key)
-        if value is not None and (not isinstance(value, int) or value < 1):
+        if value is not None and not (is_whole(value) and value >= 1):
             raise UserError(f"data.yaml: {key} of {name} must be a positive whole number")
     return PhaseParams(
         name=name,

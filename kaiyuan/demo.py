@@ -11,6 +11,7 @@ from rich.console import Console
 
 from kaiyuan.config import load_params
 from kaiyuan.errors import UserError
+from kaiyuan.files import read_manifest
 
 PROMPT = "The function returns"
 _EXPORTED = "model"
@@ -43,20 +44,31 @@ def run_demo(out: Path, command: Callable[[Sequence[str]], Any], console: Consol
     except OSError as error:
         raise UserError(f"cannot write to {out}: {error.strerror}") from error
     begin = time.perf_counter()
-    # The exported model is made anew: it must be the last checkpoint's.
-    shutil.rmtree(out / _EXPORTED, ignore_errors=True)
     steps = list(_steps(out))
     difference = None
     for number, (title, commands) in enumerate(steps, start=1):
         console.rule(f"[bold]{number}/{len(steps)} {title}", align="left")
         for argv in commands:
             console.print(f"[cyan]$ kaiyuan {shlex.join(argv)}", soft_wrap=True, highlight=False)
+            if argv[0] == "export":
+                _remove_export(out / _EXPORTED)
             result = command(argv)
+            if argv[0] == "train" and result is False:
+                raise UserError(f"stopped; kaiyuan demo --out {out} goes on from there")
+            if type(result) is int and result:  # an exit code: 130 after Ctrl-C
+                raise SystemExit(result)
             difference = result if argv[0] == "compare" else difference
     console.print(f"logits of Megatron and transformers differ by at most {difference:.1e}\n")
     for name, content in _MADE.items():
         console.print(f"  {out / name!s:<20} {content}", highlight=False, soft_wrap=True)
     console.print(f"\n{time.perf_counter() - begin:.0f} s in all", highlight=False)
+
+
+def _remove_export(folder: Path) -> None:
+    """Remove the model that an earlier demo exported: the new one must be the last checkpoint's."""
+    if folder.exists():
+        read_manifest(folder, "hf_model")  # what is not ours stays
+        shutil.rmtree(folder)
 
 
 def _steps(out: Path) -> Iterator[Step]:

@@ -65,6 +65,8 @@ class PhasePlan:
             return peak
         if done > a["lr_decay_samples"]:
             return end
+        if style == "inverse-square-root":
+            return max(end, peak * math.sqrt(max(warmup, 1) / max(done, 1)))
         if style == "WSD":
             length = a["lr_wsd_decay_samples"]
             ratio = max(0.0, (done - (a["lr_decay_samples"] - length)) / length)

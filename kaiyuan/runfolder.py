@@ -84,6 +84,11 @@ def settle_checkpoints(run: Path) -> list[str]:
         What was done, a sentence each.
     """
     folder = run / CHECKPOINTS
+    if any(folder.glob("iter_*")) and not (run / RUN_FILE).exists():
+        raise UserError(
+            f"{folder} holds checkpoints, but {run} has no {RUN_FILE}: it is no run of kaiyuan's; "
+            "give another folder with --output"
+        )
     done = []
     steps: dict[int, Path] = {}
     for path in sorted(folder.glob("iter_*")):

@@ -5,4 +5,5 @@
 #   PHASES=1,2 DEST=/ssd/data bash scripts/download_kaiyuan.sh
 #   bash scripts/download_kaiyuan.sh --dry-run               # options go on to `kaiyuan download`
 set -euo pipefail
-exec kaiyuan download --phase "${PHASES:-all}" --dest "${DEST:-data}" "$@"
+source "$(dirname "${BASH_SOURCE[0]}")/setup.sh" train
+kaiyuan download --phase "${PHASES:-all}" --dest "${DEST:-data}" "$@"

@@ -67,9 +67,53 @@ def test_a_wrong_argument_name_in_a_params_file(make_params, tmp_path):
 def test_a_value_of_the_wrong_type_is_found_by_megatrons_parser(demo, tmp_path):
     data = demo.folder / "data"
     said = one_line_error(
-        *("train", "toy", "--data", data, "--output", tmp_path / "run", "norm_epsilon=small")
+        *("train", "toy", "--data", data, "--output", tmp_path / "run", "rotary_percent=small")
     )
-    assert "--norm-epsilon" in said and "small" in said
+    assert "--rotary-percent" in said and "small" in said
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("lr=", "phase1: lr must be"),
+        ("lr=nan", "phase1: lr must be a number from 0 on"),
+        ("num_layers=abc", "num_layers must be a whole number from 1 on, not 'abc'"),
+        ("global_batch_size=0", "global_batch_size must be a whole number from 1 on"),
+        ("lr_decay_style=foo", "lr_decay_style must be one of constant, linear"),
+        ("num_query_groups=4", "(6) must be a multiple of num_query_groups (4)"),
+        ("max_position_embeddings=8", "must be at least seq_length (256)"),
+        ("train_samples=5", "train_samples is set by kaiyuan itself"),
+        ("max_samples=true", "must be a positive whole number"),
+        ("=5", "is not of the form KEY=VALUE"),
+    ],
+)
+def test_values_that_make_no_sense_are_found_by_the_plan(change, said):
+    assert said in one_line_error("plan", "toy", change)
+
+
+def test_a_name_may_be_written_with_hyphens():
+    shown = run_kaiyuan("plan", "toy", "num-layers=6", "--json").stdout
+    assert shown == run_kaiyuan("plan", "toy", "num_layers=6", "--json").stdout
+
+
+def test_the_demo_leaves_what_is_not_its_own(demo, tmp_path):
+    (tmp_path / "toy").mkdir()
+    for name in ("corpus", "tokenizer", "data", "run"):
+        (tmp_path / "toy" / name).symlink_to(demo.folder / name)
+    (tmp_path / "toy" / "model").mkdir()
+    (tmp_path / "toy" / "model" / "thesis.txt").write_text("precious")
+    assert "has no manifest.json" in one_line_error("demo", "--out", tmp_path / "toy")
+    assert (tmp_path / "toy" / "model" / "thesis.txt").read_text() == "precious"
+
+
+def test_checkpoints_of_something_else_are_left_alone(demo, tmp_path):
+    folder = tmp_path / "run" / "checkpoints" / "iter_0000010"
+    folder.mkdir(parents=True)
+    said = one_line_error(
+        "train", "toy", "--data", demo.folder / "data", "--output", tmp_path / "run"
+    )
+    assert "has no run.json" in said
+    assert folder.exists()
 
 
 def test_a_missing_tokenizer_file(demo, tmp_path):
