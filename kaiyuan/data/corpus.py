@@ -31,9 +31,9 @@ SOURCES = ("code", "english", "chinese")
 _PHASES = (
     ("phase1", 6.2, 1.0),
     ("phase2", 3.5, 0.8),
-    ("phase3", 0.3, 0.5),
-    ("phase4", 0.3, 0.3),
-    ("phase5", 0.3, 0.1),
+    ("phase3", 0.25, 0.5),
+    ("phase4", 0.25, 0.3),
+    ("phase5", 0.25, 0.1),
 )
 _RANKED = ("phase3", "phase4", "phase5")
 _FILES_PER_PHASE = 3
