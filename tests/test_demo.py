@@ -24,7 +24,7 @@ def test_every_step_shows_its_command_and_its_figures(demo):
         *("generate", "report"),
     ]
     for phase in PHASES:
-        row = re.search(rf"^{phase} +([\d,]+) +([\d,]+) +([\d,]+) +([\d,]+) ", demo.output, re.M)
+        row = re.search(rf"^ *{phase} +([\d,]+) +([\d,]+) +([\d,]+) +([\d,]+) ", demo.output, re.M)
         assert row, phase
         counts = json.loads((demo.folder / "data" / phase / "manifest.json").read_text())["counts"]
         shown = [int(figure.replace(",", "")) for figure in row.groups()]
