@@ -15,6 +15,7 @@ def params(make_params):
 SHORT = ("phase1.max_samples=32", "lr_warmup_samples=16")
 
 
+@pytest.mark.slow
 def test_a_step_that_is_not_finite_is_not_taken_and_can_be_left_out(demo, params, tmp_path):
     run, data = tmp_path / "run", demo.folder / "data"
     said = train(run, data, params, *SHORT, spoil="nan 2", check=2)

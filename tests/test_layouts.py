@@ -65,6 +65,7 @@ def compare(demo, start, layout, tmp_path, phases, *more):
     return run, finished
 
 
+@pytest.mark.slow
 def test_a_mixture_of_layouts_with_loader_workers(demo, start, tmp_path):
     more = "num_workers=2"
     run, finished = compare(demo, start, "data 2 x tensor 2", tmp_path, (1, 5), more)
