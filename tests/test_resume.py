@@ -64,6 +64,7 @@ def smaller_files():
     resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, 1_000_000))
 
 
+@pytest.mark.slow
 def test_a_run_that_is_interrupted_in_every_way(params, data, uninterrupted, tmp_path):
     run = tmp_path / "run"
     # SIGTERM in the midst of phase 1, at a step that is not due for saving.
