@@ -6,7 +6,7 @@ each of these names an answer that is right for a CPU: one device, work that is 
 call returns, and the CPU's own random generator. With CUDA it does nothing at all.
 
 Every entry names who in Megatron needs it. The list was made for the versions in
-``SUPPORTED_VERSIONS``; another version is refused, because a name that it needs and that is
+``MEGATRON_VERSIONS``; another version is refused, because a name that it needs and that is
 missing here would show as an error far from its cause.
 """
 
@@ -23,8 +23,6 @@ from torch.overrides import TorchFunctionMode
 from kaiyuan.config import MEGATRON_VERSIONS
 from kaiyuan.errors import UserError
 
-SUPPORTED_VERSIONS = MEGATRON_VERSIONS
-
 CPU = torch.device("cpu")
 
 
@@ -39,10 +37,10 @@ def install() -> None:
     if torch.cuda.is_available():  # also true when the stand-in is in place
         return
     version = importlib.metadata.version("megatron-core")
-    if version not in SUPPORTED_VERSIONS:
+    if version not in MEGATRON_VERSIONS:
         raise UserError(
             f"megatron-core {version} cannot run without CUDA here, only "
-            f"{', '.join(SUPPORTED_VERSIONS)}: pip install megatron-core=={SUPPORTED_VERSIONS[-1]}"
+            f"{', '.join(MEGATRON_VERSIONS)}: pip install megatron-core=={MEGATRON_VERSIONS[-1]}"
         )
     # Megatron marks many small functions with torch.compile; on a CPU compiling them costs
     # minutes and asks a CUDA driver for its properties.
