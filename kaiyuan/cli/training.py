@@ -1,0 +1,136 @@
+"""Verbs that plan, run and show a training."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer()
+
+DataFolder = Annotated[
+    Path | None, typer.Option(help="Folder with the converted phases, phase1 to phase5.")
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[KEY=VALUE]...",
+        help="Megatron arguments to change: lr=1e-3, or phase5.min_lr=1e-4 for one phase.",
+    ),
+]
+
+
+@app.command()
+def plan(
+    model: Annotated[str, typer.Argument(help="toy, gpt_smoke, qwen3_1p7b, or a params folder.")],
+    changes: Overrides = None,
+    data: DataFolder = None,
+    gpus: Annotated[int, typer.Option(min=1, help="Number of all GPUs.")] = 1,
+    tflops: Annotated[
+        float | None, typer.Option(min=0.001, help="Expected of each GPU, in TFLOP/s.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Show what a training will do and need; no GPU, torch or data is needed.
+
+    Example: kaiyuan plan qwen3_1p7b --gpus 64 micro_batch_size=8
+    """
+    from rich.console import Console
+
+    from kaiyuan.config import load_params
+    from kaiyuan.plan import make_plan
+    from kaiyuan.plan_summary import DEFAULT_TFLOPS, plan_summary, plan_text
+
+    planned = make_plan(load_params(model, changes or []), data)
+    summary = plan_summary(planned, gpus, tflops or DEFAULT_TFLOPS)
+    if as_json:
+        typer.echo(json.dumps(summary, indent=1))
+    else:
+        console = Console(soft_wrap=True)
+        console.width = max(console.width, 100)
+        console.print(plan_text(summary, planned))
+
+
+@app.command()
+def train(
+    model: Annotated[str, typer.Argument(help="toy, gpt_smoke, qwen3_1p7b, or a params folder.")],
+    data: Annotated[Path, typer.Option(help="Folder with the converted phases.")],
+    output: Annotated[Path, typer.Option(help="Folder of the run; gone on with if it exists.")],
+    changes: Overrides = None,
+    phase: Annotated[str | None, typer.Option(help="Train this phase only.")] = None,
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="Held against the data's, and noted for export.")
+    ] = None,
+    nproc: Annotated[
+        int | None, typer.Option(min=1, help="Processes here; default: one a GPU, or 1.")
+    ] = None,
+    nnodes: Annotated[int, typer.Option(min=1, help="Machines.")] = 1,
+    node_rank: Annotated[int, typer.Option(min=0, help="Number of this machine.")] = 0,
+    master: Annotated[str, typer.Option(help="HOST:PORT of machine 0, if several.")] = "",
+    verify_data: Annotated[
+        bool, typer.Option("--verify-data", help="Compare all data with its hashes first.")
+    ] = False,
+    allow_change: Annotated[
+        bool, typer.Option("--allow-change", help="Go on though the plan was changed.")
+    ] = False,
+    check: Annotated[bool, typer.Option("--check", help="Check everything and end.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the commands and end.")] = False,
+) -> bool | None:
+    """Train all phases, or one; the same command goes on with an interrupted run.
+
+    Example: kaiyuan train toy --data toy/data --output toy/run lr=2e-3
+    """
+    import shlex
+
+    from kaiyuan.config import load_params
+    from kaiyuan.plan import make_plan
+    from kaiyuan.preflight import gpu_count, preflight
+    from kaiyuan.train import Nodes, check_layout, phase_arguments, train
+
+    params = load_params(model, changes or [])
+    nodes = Nodes(nproc or gpu_count() or 1, nnodes, node_rank, master)
+    if dry_run:
+        plan = make_plan(params, data)
+        check_layout(plan, nodes)
+        for each in plan.phases:
+            typer.echo(shlex.join([*nodes.command(), *phase_arguments(each, data, output)]))
+        return None
+    plan = preflight(params, data, output, nodes, tokenizer, phase, verify_data)
+    if check:
+        typer.echo(f"ready to train {plan.params.name}: {plan.steps:,} steps in all")
+        return None
+    return train(plan, data, output, nodes, tokenizer, phase, allow_change=allow_change)
+
+
+@app.command()
+def report(
+    run: Annotated[Path, typer.Argument(help="Folder of a run.")],
+) -> None:
+    """Show the phases of a run as a table and draw its loss curve.
+
+    Example: kaiyuan report toy/run
+    """
+    from rich.console import Console
+
+    from kaiyuan.report import draw_losses, phase_table
+
+    Console().print(phase_table(run))
+    picture = run / "loss.png"
+    draw_losses(run, picture)
+    typer.echo(f"loss curve: {picture}")
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option(help="Folder for everything that is made.")] = Path("toy"),
+) -> None:
+    """Run the whole chain, from parquet to a talking model, on a toy; no GPU is needed.
+
+    Example: kaiyuan demo --out toy
+    """
+    from rich.console import Console
+
+    from kaiyuan import cli
+    from kaiyuan.demo import run_demo
+
+    run_demo(out, lambda argv: cli.app(list(argv), standalone_mode=False), Console())
