@@ -36,7 +36,8 @@ def parameter_table(arguments: Arguments) -> dict[str, int]:
     queries, keys = _attention_sizes(a)
     head = queries // a["num_attention_heads"]
     rows = padded_vocab_size(a)
-    norms = 2 * hidden + (2 * head if a.get("qk_layernorm") else 0)
+    norms = hidden * (4 if a.get("sandwich_norm") else 2)
+    norms += 2 * head if a.get("qk_layernorm") else 0
     return {
         "token embedding": rows * hidden,
         "attention: query, key, value": layers * hidden * (queries + 2 * keys),
@@ -109,8 +110,9 @@ def _layer_activations(a: Arguments) -> int:
     # Kept of each token: query, key, value; query and key again; what attention gave; what the
     # MLP's first product and its gate gave.
     split = queries + 2 * keys + rotated * (queries + keys) + queries + 3 * ffn
-    # The inputs and outputs of both norms, which only sequence parallelism splits.
-    whole = 4 * hidden
+    # The inputs and outputs of both norms, and the inputs of those after attention and MLP, which
+    # only sequence parallelism splits.
+    whole = (6 if a.get("sandwich_norm") else 4) * hidden
     token = split / tp + whole / (tp if a.get("sequence_parallel") else 1)
     # The first stage holds as many micro-batches as there are stages: pp x layers / pp.
     tokens = a["micro_batch_size"] * a["seq_length"]

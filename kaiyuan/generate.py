@@ -15,6 +15,7 @@ from transformers.utils import logging as transformers_logging
 
 from kaiyuan.checkpoint.describe import CheckpointInfo, describe_checkpoint
 from kaiyuan.checkpoint.export import KIND, export
+from kaiyuan.checkpoint.hf_config import register_variant
 from kaiyuan.checkpoint.load import INDEX, TorchDistCheckpoint
 from kaiyuan.checkpoint.names import EMBEDDING
 from kaiyuan.checkpoint.safetensors_io import DTYPES
@@ -76,6 +77,7 @@ def generate(
     if not prompts or not all(prompts):
         raise UserError("there is an empty prompt: give at least one character")
     transformers_logging.disable_progress_bar()
+    register_variant()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     tokenizer = AutoTokenizer.from_pretrained(hf_folder, padding_side="left")
     model = AutoModelForCausalLM.from_pretrained(hf_folder, dtype="auto").to(device).eval()

@@ -27,6 +27,7 @@ def start(check: str, **environment: str) -> subprocess.Popen:
         "key_cache",
         "losses_are_megatrons",
         "checkpoint_names",
+        "sandwich_norm",
         "fallbacks_are_megatrons",
     ],
 )
