@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib.metadata
+import importlib.util
 import json
 import os
 import shutil
@@ -63,6 +64,7 @@ def preflight(
         partial(check_layout, plan, nodes),
         partial(_check_gpus, nodes),
         _check_versions,
+        partial(_check_tracking, plan),
         partial(_check_tokenizer, plan, tokenizer),
         partial(_check_output, run),
         partial(_check_disk, plan, run),
@@ -125,6 +127,14 @@ def _check_versions() -> None:
         raise UserError(
             f"megatron-core is {version}, this project is made for {', '.join(MEGATRON_VERSIONS)}: "
             f"pip install megatron-core=={MEGATRON_VERSIONS[-1]}"
+        )
+
+
+def _check_tracking(plan: Plan) -> None:
+    asked = any(phase.arguments.get("wandb_project") for phase in plan.phases)
+    if asked and importlib.util.find_spec("wandb") is None:
+        raise UserError(
+            "wandb_project is given, but wandb is not installed: pip install 'kaiyuan[wandb]'"
         )
 
 

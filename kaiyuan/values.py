@@ -82,6 +82,8 @@ def _check_fit(a: Mapping[str, Any], where: str) -> None:
         raise UserError(
             f"{where}: max_position_embeddings ({positions}) must be at least seq_length ({length})"
         )
+    if a.get("eod_mask_loss"):
+        raise UserError(f"{where}: eod_mask_loss is not supported: the end of a document is learnt")
     if a.get("sandwich_norm") and (
         a.get("transformer_impl") != "local" or not a.get("disable_bias_linear")
     ):

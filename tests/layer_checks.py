@@ -82,6 +82,31 @@ def merge_over_ranks() -> None:
     torch.testing.assert_close(lse - target, exact)
 
 
+def nodes_disagree() -> None:
+    """Data that is not the same everywhere, and a folder that is not shared, are refused."""
+    from pathlib import Path
+
+    from kaiyuan.errors import UserError
+    from kaiyuan.megatron import nodes
+
+    rank = int(os.environ["RANK"])
+    start_group(rank, 2)
+    here = Path(os.environ["STORE"]).parent
+    nodes.check_same("hash", "the data")
+    nodes.check_shared(here / "checkpoints")
+    for check in (
+        lambda: nodes.check_same(f"hash {rank}", "the data"),
+        lambda: nodes.check_shared(here / f"disk of node {rank}"),
+    ):
+        try:
+            check()
+        except UserError as error:
+            print(error)
+        else:
+            raise AssertionError("nothing was found")
+    assert not [*(here / "checkpoints").iterdir()]
+
+
 def checkpoint_names() -> None:
     """A checkpoint names the norms as TransformerEngine's layers do, which fuse them."""
     model = small_model()

@@ -80,6 +80,8 @@ def test_argument_names_are_those_of_the_parser():
         ("lr", "not of the form KEY=VALUE"),
         ("phase1.order=shuffled", "the order of phase1 must be one of"),
         ("phase1.tokens=0", "must be a positive whole number"),
+        ("eod_mask_loss=true", "the end of a document is learnt"),
+        ("train_iters=100", "train_iters is set by kaiyuan itself"),
         ("output_logit_cap=0", "output_logit_cap must be a number above 0, not 0"),
         (
             "phase2.sandwich_norm=true",

@@ -135,5 +135,3 @@ def _check_document_masks(args: Any) -> None:
             "reset_attention_mask with pipeline_model_parallel_size > 1 needs micro_batch_size=1: "
             "the samples of a micro-batch are laid end to end"
         )
-    if args.eod_mask_loss:
-        raise UserError("eod_mask_loss is not supported: the end of a document is learnt too")
