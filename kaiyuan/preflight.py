@@ -12,8 +12,9 @@ import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-from kaiyuan.config import MEGATRON_VERSIONS, Params
+from kaiyuan.config import MEGATRON_VERSIONS, Params, to_argv
 from kaiyuan.data.tokenizer import load_tokenizer
 from kaiyuan.data.verify import verify
 from kaiyuan.errors import UserError
@@ -195,6 +196,12 @@ def _check_hashes(phase: PhasePlan) -> None:
         verify(phase.data.folder)
 
 
+def _without_tracking(phase: PhasePlan) -> dict[str, Any]:
+    # Megatron begins to write to these as soon as it has parsed them.
+    trackers = ("wandb_project", "tensorboard_dir")
+    return {name: value for name, value in phase.arguments.items() if name not in trackers}
+
+
 def _check_arguments(plan: Plan, run: Path, nodes: Nodes) -> None:
     """Let Megatron's own parser judge the arguments of all phases.
 
@@ -204,7 +211,7 @@ def _check_arguments(plan: Plan, run: Path, nodes: Nodes) -> None:
     before = recorded(run)
     if before and before.get("arguments_hash") == arguments_hash(plan):
         return
-    question = {phase.name: phase.argv for phase in plan.phases}
+    question = {phase.name: to_argv(_without_tracking(phase)) for phase in plan.phases}
     world_size = str(nodes.processes * nodes.nodes)
     answer = subprocess.run(
         [sys.executable, "-m", "kaiyuan.megatron.arguments", "--check"],
