@@ -68,6 +68,24 @@ def losses_are_megatrons() -> None:
             torch.testing.assert_close(our_grad, their_grad, rtol=1e-6, atol=1e-6)
 
 
+def loss_kernels() -> None:
+    """Triton's interpreter runs the kernels of the loss on a CPU: values and gradients."""
+    from kaiyuan.megatron import loss_kernels
+
+    labels = torch.randint(0, 9001, (5, 2))
+    for cap, dtype in ((None, torch.float32), (2.0, torch.float32), (2.0, torch.float16)):
+        logits = (torch.randn(5, 2, 9001) * 3).to(dtype).requires_grad_()
+        exact = logits.detach().double().requires_grad_()
+        capped = exact if cap is None else cap * torch.tanh(exact / cap)
+        theirs = torch.nn.functional.cross_entropy(capped.transpose(1, 2), labels, reduction="none")
+        ours = loss_kernels.cross_entropy(logits * 1, labels, cap=cap)
+        torch.testing.assert_close(ours.double(), theirs, rtol=1e-5, atol=1e-5)
+        (grad,) = torch.autograd.grad(ours.sum(), logits)
+        (their_grad,) = torch.autograd.grad(theirs.sum(), exact)
+        error = (grad.double() - their_grad).norm() / their_grad.norm()
+        assert error < (1e-6 if dtype == torch.float32 else 1e-3), error
+
+
 def merge_over_ranks() -> None:
     """Two ranks with half of the vocabulary each find the loss over all of it."""
     rank = int(os.environ["RANK"])

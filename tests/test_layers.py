@@ -1,5 +1,6 @@
 """The layers and the loss on a CPU; tests/gpu has the kernels that take their place on CUDA."""
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -33,6 +34,13 @@ def start(check: str, **environment: str) -> subprocess.Popen:
 )
 def test_check(check):
     process = start(check)
+    out, _ = process.communicate()
+    assert process.returncode == 0, out
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="needs Triton")
+def test_kernels_of_the_loss_in_tritons_interpreter():
+    process = start("loss_kernels", TRITON_INTERPRET="1")
     out, _ = process.communicate()
     assert process.returncode == 0, out
 

@@ -93,7 +93,7 @@ def test_all_layouts_over_all_phases(demo, start, tmp_path, layout):
 def test_layouts_of_the_variant(demo, start, tmp_path, layout):
     # So low a cap that it changes every logit.
     variant = ("sandwich_norm=true", "output_logit_cap=2")
-    run, finished = curve(demo, start, layout, tmp_path, (1,), options=variant)
+    run, finished = curve(demo, start, layout, tmp_path, (1, 5), options=variant)
     mine, reference = (np.array(losses(r), dtype=float) for r in (run, finished))
     assert np.abs(mine - reference).max() <= 2e-6
     log = (run / "logs" / "phase1-node0.log").read_text()
