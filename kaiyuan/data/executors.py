@@ -41,7 +41,7 @@ class UnitExecutor(Protocol):
         """Run units and yield their records as they finish, in any order.
 
         Raises:
-            UserError: a unit failed, or a worker died.
+            UserError: a unit failed.
         """
         ...
 
@@ -51,10 +51,19 @@ class UnitExecutor(Protocol):
 
 @contextlib.contextmanager
 def unit_executor(name: ExecutorName, workers: int | None = None) -> Iterator[UnitExecutor]:
-    """Provide an executor of ``workers`` units at a time; None for one a core."""
+    """Provide an executor of ``workers`` units at a time; None for one a core.
+
+    Raises:
+        UserError: Ray is wanted and missing; a process was killed while the executor was in use.
+    """
     executor = LocalExecutor(workers) if name == "local" else RayExecutor(workers)
     try:
         yield executor
+    except BrokenProcessPool:
+        raise UserError(
+            "a worker process was killed (too little memory?): run the same command again to go "
+            "on where it was, with fewer --workers"
+        ) from None
     finally:
         executor.stop()
 
@@ -88,15 +97,9 @@ class LocalExecutor:
         if self.pool is None:
             yield from (run_unit(job, unit, files[unit.file]) for unit in units)
             return
-        try:
-            futures = [self.pool.submit(run_unit, job, unit, files[unit.file]) for unit in units]
-            for future in as_completed(futures):
-                yield future.result()
-        except BrokenProcessPool:
-            raise UserError(
-                "a worker process was killed (too little memory?): run the same command again to "
-                "go on where it was, with fewer --workers"
-            ) from None
+        futures = [self.pool.submit(run_unit, job, unit, files[unit.file]) for unit in units]
+        for future in as_completed(futures):
+            yield future.result()
 
     def stop(self) -> None:
         """See `UnitExecutor`."""

@@ -303,7 +303,7 @@ def choose_encoder(
         try:
             fast_ids, fast_lengths = promise.result()
         except BrokenExecutor:
-            raise UserError("a worker process was killed while it loaded the tokenizer") from None
+            raise
         except Exception as error:  # whatever fastokens raises for a tokenizer that it cannot do
             return EncoderChoice("hf", f"fastokens cannot use this tokenizer: {error}", len(ids))
     if not (np.array_equal(ids, fast_ids) and np.array_equal(lengths, fast_lengths)):
