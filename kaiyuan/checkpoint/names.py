@@ -1,5 +1,6 @@
-"""The one table of tensor names: Megatron's GPTModel on one side, Qwen3ForCausalLM (or its variant
-KaiyuanForCausalLM, modeling_kaiyuan.py) on the other.
+"""The one table of tensor names: Megatron's GPTModel on one side, Qwen3ForCausalLM on the other.
+
+KaiyuanForCausalLM (modeling_kaiyuan.py) has two names more in each layer.
 
 Each :class:`Rule` ties one tensor of Megatron to one, two or three of Hugging Face's. Export reads
 the table from left to right, import from right to left, so that the two cannot drift apart.
