@@ -5,6 +5,7 @@ name in it is an empty class or another module; what Megatron calls in training 
 the real ones do on a GPU.
 """
 
+import contextlib
 import importlib
 import os
 import sys
@@ -81,13 +82,21 @@ def working(torch):
             root = (state["exp_avg_sq"] / (1 - second ** group["step"])).sqrt()
             p.addcdiv_(state["exp_avg"], root.add_(group["eps"]), value=-size)
 
+    class SplitAlongDim:
+        @staticmethod
+        def apply(x, dim, sizes):
+            return torch.split(x, sizes, dim)
+
     return {
         "FusedAdam": FusedAdam,
+        "_SplitAlongDim": SplitAlongDim,
         "multi_tensor_applier": lambda function, overflow, lists, *more: function(
             65536, overflow, lists, *more
         ),
         "multi_tensor_l2norm": l2norm,
         "multi_tensor_scale": scale,
+        "multi_tensor_scale_tensor": scale,
+        "get_cpu_offload_context": lambda *_, **__: (contextlib.nullcontext(), None),
     }
 
 
