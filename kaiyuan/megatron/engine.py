@@ -24,6 +24,7 @@ from megatron.core.inference.sampling_params import SamplingParams
 from megatron.core.inference.text_generation_controllers.text_generation_controller import (
     TextGenerationController,
 )
+from megatron.core.inference.utils import InferenceMode
 from torch import Tensor
 
 from kaiyuan.checkpoint.describe import CheckpointInfo
@@ -73,7 +74,9 @@ class Engine:
             )
             for prompt in prompts
         ]
-        done = engine.generate(inference_requests=requests)
+        # The engine has switched the mode of the whole process; afterwards it is as it was.
+        with InferenceMode.active():
+            done = engine.generate(inference_requests=requests)
         return [_ids(request.generated_tokens) for request in done]
 
 
