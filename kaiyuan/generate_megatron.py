@@ -2,7 +2,6 @@
 
 import importlib.util
 import multiprocessing
-import os
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 
@@ -82,8 +81,6 @@ def _continue(
     batch_size: int,
     end_of_document: int | None,
 ) -> list[list[int]]:
-    # The engine draws a bar of its requests, which says nothing that the texts do not.
-    os.environ.setdefault("TQDM_DISABLE", "1")
     from kaiyuan.megatron.engine import Engine
 
     return Engine(info, end_of_document).continue_tokens(prompts, sampling, batch_size)

@@ -9,6 +9,8 @@ function takes the generated ids for a tensor, which they are in the static way 
 seed of some requests and the stop token of all.
 """
 
+import contextlib
+import io
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -74,8 +76,9 @@ class Engine:
             )
             for prompt in prompts
         ]
-        # The engine has switched the mode of the whole process; afterwards it is as it was.
-        with InferenceMode.active():
+        # The engine has switched the mode of the whole process; afterwards it is as it was. The bar
+        # that it draws of the requests would stand between the texts.
+        with InferenceMode.active(), contextlib.redirect_stderr(io.StringIO()):
             done = engine.generate(inference_requests=requests)
         return [_ids(request.generated_tokens) for request in done]
 

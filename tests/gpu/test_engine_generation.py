@@ -95,8 +95,9 @@ def test_in_bf16_each_token_is_as_likely_as_the_likeliest_within_rounding(tmp_pa
         chosen = logits.gather(1, torch.tensor(new)[:, None])[:, 0]
         behind = (logits.max(-1).values - chosen) / logits.std(-1)
         print(f"behind by at most {behind.max():.3f} deviations, {(behind > 0).sum()} tokens")
-        assert behind.max() < 0.1
-        assert (behind > 0).sum() <= NEW_TOKENS // 10
+        # On a CPU 0.06 and 5 were seen; without a cache of keys it would be several deviations.
+        assert behind.max() < 0.15
+        assert (behind > 0).sum() <= NEW_TOKENS // 5
 
 
 def test_sampling_repeats_with_the_seed(tmp_path):
