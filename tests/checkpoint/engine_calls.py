@@ -46,6 +46,7 @@ def _ask(info: CheckpointInfo, prompts: Prompts) -> dict[str, Prompts]:
     # The logits of the padding become twice those of what was the likeliest.
     weight = engine._model.output_layer.weight
     padding = weight[info.vocab_size :]
+    assert len(padding)
     with torch.no_grad():
         padding.copy_(2 * weight[answers["greedy"][0][: len(padding)]])
     answers["large padding"] = engine.continue_tokens(prompts[:1], greedy, 1)
