@@ -170,6 +170,7 @@ def measure(candidate: Candidate, job: Job, whole: bool = False) -> Result:
         "processes": job.processes,
         "device": job.device.name,
         "version": __version__,
+        "whole": whole,
     }
     folder = job.folder / "runs" / f"{candidate.name}-{sha256_of_json(asked)[:8]}"
     if (folder / RESULT).exists():
@@ -219,12 +220,12 @@ def measuring_argv(candidate: Candidate, job: Job, whole: bool = False) -> list[
 def fewest_micro_batches(candidate: Candidate) -> int:
     """Return the micro-batches of a step that tell the time of one and of the step's rest.
 
-    Four of them and 16 samples, so that the GPU is about as busy as in a long step; four a stage
+    Two of them and 16 samples, so that the GPU is about as busy as in a long step; four a stage
     with pipeline parallelism; never more than the real step has.
     """
     a = candidate.arguments
     stages = a.get("pipeline_model_parallel_size", 1)
-    number = max(4 * stages, -(-16 // a["micro_batch_size"]))
+    number = max(4 * stages if stages > 1 else 2, -(-16 // a["micro_batch_size"]))
     number = -(-number // stages) * stages  # interleaved stages ask for a multiple
     return min(candidate.micro_batches, number)
 

@@ -177,8 +177,10 @@ def overlay(candidate: Candidate, result: Result, device: Device) -> str:
 
 def draw(table: list[dict[str, Any]], path: Path, device: Device) -> None:
     """Draw speed and memory of what was measured, with the estimates as marks."""
-    import matplotlib
-
+    try:
+        import matplotlib
+    except ImportError:  # a sweep is worth more than its picture
+        return
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
