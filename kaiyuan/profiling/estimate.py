@@ -124,8 +124,6 @@ def recomputed(a: Arguments) -> set[str]:
     """Return which of `saved_by_layer` selective recomputation drops."""
     modules = _modules(a)
     dropped: set[str] = set()
-    if "layernorm" in modules:
-        dropped |= {"input, normalised", "input of the MLP, normalised"}
     if "mlp" in modules:
         dropped |= {"gate and up", "SwiGLU"}
     if "core_attn" in modules:
@@ -176,11 +174,14 @@ def _layer_backward(a: Arguments, layout: Layout) -> float:
     what is recomputed is held besides.
     """
     saved = saved_by_layer(a)
-    _, at_once = _full(a, layout.layers)
+    inputs, at_once = _full(a, layout.layers)
     again: float = sum(saved[name] for name in recomputed(a) & {"gate and up", "SwiGLU"})
+    if a.get("recompute_method") == "block" and inputs < layout.layers:
+        at_once = 0  # the layers that are not redone come first, and hold as much
     if at_once:
         again += at_once * sum(saved.values()) - saved["input"]
-    return again + saved["input"] + saved["gate and up"]
+    output = saved["input"] if again else 0.0  # computed again though nothing needs it
+    return again + output + saved["input"] + saved["gate and up"]
 
 
 def _stage_parameters(a: Arguments, stage: int) -> float:
@@ -373,8 +374,6 @@ def _moved(a: Arguments, layout: Layout, layers: float, again: float) -> float:
     backward = norms + (queries + 2 * keys) + (queries + keys) + (queries + 2 * keys) + 5 * ffn
     if "mlp" in modules:
         backward += 3 * ffn
-    if "layernorm" in modules:
-        backward += 4 * hidden
     return forward * (layers + again) + backward * layers
 
 

@@ -20,16 +20,20 @@ _NO_RECOMPUTE: dict[str, Any] = {
     "recompute_num_layers": None,
     "recompute_modules": None,
 }
-_SELECTIVE = {**_NO_RECOMPUTE, "recompute_granularity": "selective"}
-_FULL = {**_NO_RECOMPUTE, "recompute_granularity": "full"}
 GROUPS: dict[str, dict[Any, dict[str, Any]]] = {
     "recompute": {
         "none": _NO_RECOMPUTE,
-        "layernorm": {**_SELECTIVE, "recompute_modules": ["layernorm"]},
-        "mlp": {**_SELECTIVE, "recompute_modules": ["mlp"]},
-        "layernorm+mlp": {**_SELECTIVE, "recompute_modules": ["layernorm", "mlp"]},
-        "core_attn": {**_SELECTIVE, "recompute_modules": ["core_attn"]},
-        "full": {**_FULL, "recompute_method": "uniform", "recompute_num_layers": 1},
+        "mlp": {
+            **_NO_RECOMPUTE,
+            "recompute_granularity": "selective",
+            "recompute_modules": ["mlp"],
+        },
+        "full": {
+            **_NO_RECOMPUTE,
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1,
+        },
     },
     "overlap": {
         True: {"overlap_grad_reduce": True, "overlap_param_gather": True},
