@@ -56,6 +56,8 @@ def profile(
 
     Example: kaiyuan profile toy --grid micro_batch_size=[4,8] --grid recompute=none
     """
+    import signal
+
     from kaiyuan.config import load_params
     from kaiyuan.files import write_json
     from kaiyuan.preflight import gpu_count
@@ -80,6 +82,8 @@ def profile(
         listed = [verb.Result(each, "to be run") for each in run] + dropped
         typer.echo(markdown(rows(listed, rates or verb.Rates(), device)), nl=False)
         return
+    # As Ctrl-C: the processes that are being measured end, too.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     results = []
     for number, each in enumerate(run, start=1):
         results.append(verb.measure(each, job))
