@@ -97,8 +97,8 @@ def profile(
         promise = verb.check_promise(best, job)
         write_json(folder / "check.json", promise)
         typer.echo(
-            f"{promise['configuration']}: promised {promise['promised_tokens_per_second']:,.0f} "
-            f"tokens/s, measured {promise['measured_tokens_per_second']:,.0f} "
+            f"{promise['configuration']}, steps of {promise['samples_a_step']} samples: promised "
+            f"{promise['promised_tokens_per_second']:,.0f} tokens/s, measured {promise['measured_tokens_per_second']:,.0f} "
             f"({100 * promise['difference']:+.1f}%)"
         )
     if trace:

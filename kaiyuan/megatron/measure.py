@@ -22,7 +22,7 @@ from kaiyuan.megatron import cpu
 
 # Step 1 compiles kernels and makes the optimizer's states, step 2 tells how long a step is, and
 # step 3 brings the GPU back to its pace after that.
-_WARM_UP = 3
+WARM_UP = 3
 _FEWEST, _MOST = 3, 50
 RANDOM = "random"  # as --data-path
 
@@ -85,8 +85,8 @@ class Stopwatch:
         self.ends.append(_mark())
         if out[0]:  # on the last pipeline stage
             self.loss = out[0]["lm loss"]
-        if len(self.ends) == _WARM_UP - 1:
-            get_args().train_iters = _WARM_UP + self._steps_to_measure()
+        if len(self.ends) == WARM_UP - 1:
+            get_args().train_iters = WARM_UP + self.steps_to_measure()
         return out
 
     def forward(self, step: Callable[..., Any]) -> Callable[..., Any]:
@@ -98,7 +98,7 @@ class Stopwatch:
 
         return marked
 
-    def _steps_to_measure(self) -> int:
+    def steps_to_measure(self) -> int:
         """Return the same number on all ranks."""
         torch.cuda.synchronize()
         last = _between(self.ends[-2], self.ends[-1])
@@ -116,10 +116,10 @@ class Stopwatch:
         """
         torch.cuda.synchronize()
         chunks = get_args().virtual_pipeline_model_parallel_size or 1
-        measured = self.begins[_WARM_UP:]
+        measured = self.begins[WARM_UP:]
         times = [_between(*pair) for begins in measured for pair in pairwise(begins)]
         return {
-            "steps": [_between(*pair) for pair in pairwise(self.ends[_WARM_UP - 1 :])],
+            "steps": [_between(*pair) for pair in pairwise(self.ends[WARM_UP - 1 :])],
             "micro_batches": get_num_microbatches(),
             "micro_batch": statistics.median(times) * chunks if times else None,
             "loss": None if self.loss is None else float(self.loss.flatten()[0]),

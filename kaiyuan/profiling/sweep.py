@@ -26,6 +26,8 @@ from kaiyuan.rank import ERROR_MARK
 from kaiyuan.train import Nodes, environment_of
 
 RESULT = "result.json"
+# Micro-batches of a step that a promise is checked with; those of the real one may take minutes.
+_MOST_IN_CHECK = 32
 MEASURED, OUT_OF_MEMORY, FAILED, TOO_LARGE, LEFT_OUT = (
     *("measured", "out of memory", "failed", "does not fit", "left out"),
 )
@@ -156,21 +158,22 @@ def choose(
     return run, dropped
 
 
-def measure(candidate: Candidate, job: Job, whole: bool = False) -> Result:
+def measure(candidate: Candidate, job: Job, check: bool = False) -> Result:
     """Measure one configuration, or take the result that is there already.
 
     Args:
         candidate: the configuration.
         job: how to measure.
-        whole: take steps of the real global batch; else of as few micro-batches as tell it.
+        check: take steps of the real global batch, or of many micro-batches where it has more;
+            else of as few as tell their time.
     """
-    argv = measuring_argv(candidate, job, whole)
+    argv = measuring_argv(candidate, job, check)
     asked = {
         "argv": argv,
         "processes": job.processes,
         "device": job.device.name,
         "version": __version__,
-        "whole": whole,
+        "check": check,
     }
     folder = job.folder / "runs" / f"{candidate.name}-{sha256_of_json(asked)[:8]}"
     if (folder / RESULT).exists():
@@ -190,15 +193,15 @@ def measure(candidate: Candidate, job: Job, whole: bool = False) -> Result:
     return result
 
 
-def measuring_argv(candidate: Candidate, job: Job, whole: bool = False) -> list[str]:
+def measuring_argv(candidate: Candidate, job: Job, check: bool = False) -> list[str]:
     """Return Megatron's command line of a configuration, for random tokens or converted data."""
     a = dict(candidate.arguments)
-    batch = a["global_batch_size"]
-    if not whole:
-        batch = fewest_micro_batches(candidate) * a["micro_batch_size"] * candidate.data_parallel
+    number = fewest_micro_batches(candidate)
+    if check:
+        number = min(candidate.micro_batches, max(number, _MOST_IN_CHECK))
     # The schedule has no part in the speed; a small rate keeps random tokens from blowing up.
     a |= {
-        "global_batch_size": batch,
+        "global_batch_size": number * a["micro_batch_size"] * candidate.data_parallel,
         "train_iters": 1000,
         "lr": 1e-5,
         "min_lr": 1e-5,
@@ -271,23 +274,24 @@ def run_ranks(argv: list[str], job: Job, log: Path, prefix: tuple[str, ...] = ()
 
 
 def check_promise(result: Result, job: Job) -> dict[str, Any]:
-    """Take steps of the real global batch and compare them with what was promised.
+    """Take long steps, of the real global batch if that is not too long, and compare their speed.
 
     Raises:
         UserError: they could not be measured.
     """
     began = time.monotonic()
-    whole = measure(result.candidate, job, whole=True)
-    if whole.status != MEASURED:
-        raise UserError(f"{result.candidate.name}: {whole.error}")
-    batch = result.candidate.arguments["global_batch_size"]
-    length = result.candidate.arguments["seq_length"]
-    speed = batch * length / statistics.median(whole.measured["steps"])
+    long = measure(result.candidate, job, check=True)
+    if long.status != MEASURED:
+        raise UserError(f"{result.candidate.name}: {long.error}")
+    a, number = result.candidate.arguments, long.measured["micro_batches"]
+    samples = number * a["micro_batch_size"] * result.candidate.data_parallel
+    promised, measured = result.time.step(number), statistics.median(long.measured["steps"])
     return {
         "configuration": result.candidate.name,
-        "promised_tokens_per_second": result.tokens_per_second,
-        "measured_tokens_per_second": speed,
-        "difference": speed / result.tokens_per_second - 1,
-        "steps": whole.measured["steps"],
+        "samples_a_step": samples,
+        "promised_tokens_per_second": samples * a["seq_length"] / promised,
+        "measured_tokens_per_second": samples * a["seq_length"] / measured,
+        "difference": promised / measured - 1,
+        "steps": long.measured["steps"],
         "seconds": time.monotonic() - began,
     }

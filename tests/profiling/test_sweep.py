@@ -131,8 +131,13 @@ def test_stages_get_a_whole_number_of_micro_batches():
     grid = {"micro_batch_size": [1, 5], "pipeline_model_parallel_size": [4]}
     one, five = candidates(params, grid, 4)
     assert (fewest_micro_batches(one), fewest_micro_batches(five)) == (16, 16)
-    argv = measuring_argv(five, Job(ROOT, Device("cpu", None), 4))
+    job = Job(ROOT, Device("cpu", None), 4)
+    argv = measuring_argv(five, job)
     assert argv[argv.index("--global-batch-size") + 1] == "80"
+    # A check has 32 micro-batches at most.
+    for candidate, samples in ((one, "32"), (five, "160")):
+        argv = measuring_argv(candidate, job, check=True)
+        assert argv[argv.index("--global-batch-size") + 1] == samples
     assert "--save-interval" not in argv
 
 
@@ -216,6 +221,7 @@ def test_two_processes_and_a_check(tmp_path):
     assert {row["status"] for row in rows} == {"measured"}
     assert {row["configuration"].split("tensor")[0][:4] for row in rows} == {"mb=2", "mb=8"}
     check = json.loads((tmp_path / "check.json").read_text())
+    assert check["samples_a_step"] == 8  # the real global batch
     assert check["promised_tokens_per_second"] == pytest.approx(
         float(rows[0]["tokens_per_second"]), rel=1e-3
     )
