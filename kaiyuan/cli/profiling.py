@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kaiyuan.errors import UserError
+
 if TYPE_CHECKING:
     from kaiyuan.profiling.sweep import Result
 
@@ -92,20 +94,14 @@ def profile(
     typer.echo(f"\n{text}\n{folder / 'results.md'}; {folder / 'overlay.yaml'}")
     best = ranked(results)[0]
     if best.status != verb.MEASURED:
-        return
+        raise UserError(f"no configuration could be measured; the logs are in {folder / 'runs'}")
     if check:
         promise = verb.check_promise(best, job)
         write_json(folder / "check.json", promise)
-        typer.echo(
-            f"{promise['configuration']}, steps of {promise['samples_a_step']} samples: promised "
-            f"{promise['promised_tokens_per_second']:,.0f} tokens/s, measured {promise['measured_tokens_per_second']:,.0f} "
-            f"({100 * promise['difference']:+.1f}%)"
-        )
+        typer.echo(verb.promise_text(promise))
     if trace:
-        for path in record.record_trace(best.candidate, job, ranks):
-            typer.echo(path)
-            summary = folder / "trace" / path.name.replace(".json.gz", ".md")
-            typer.echo(summary.read_text(encoding="utf-8"))
+        for path, summary in record.record_trace(best.candidate, job, ranks):
+            typer.echo(f"{path}\n{summary}")
     if nsys:
         typer.echo(record.record_nsys(best.candidate, job))
     if snapshot:
@@ -113,8 +109,6 @@ def profile(
 
 
 def _numbers(text: str) -> list[int]:
-    from kaiyuan.errors import UserError
-
     try:
         return [int(number) for number in text.split(",")]
     except ValueError:

@@ -23,11 +23,12 @@ def _argv(candidate: Candidate, job: Job, *more: str) -> list[str]:
     return [*argv, *more]
 
 
-def record_trace(candidate: Candidate, job: Job, ranks: list[int]) -> list[Path]:
+def record_trace(candidate: Candidate, job: Job, ranks: list[int]) -> list[tuple[Path, str]]:
     """Record two steps with torch's profiler, and summarise the trace of each rank.
 
     Returns:
-        The traces: Chrome's format, for ui.perfetto.dev; a summary lies beside each.
+        Of each rank the trace, in Chrome's format, for ui.perfetto.dev, and its summary as
+        Markdown, which is also written beside it.
 
     Raises:
         UserError: the steps failed.
@@ -40,13 +41,15 @@ def record_trace(candidate: Candidate, job: Job, ranks: list[int]) -> list[Path]
     # Megatron writes to torch_profile/ beside this folder.
     argv += ["--tensorboard-dir", str(folder / "tensorboard")]
     _run(_argv(candidate, job, *argv), job, folder / "log.txt")
-    traces = [folder / "torch_profile" / f"rank-{rank}.json.gz" for rank in ranks]
-    for path in traces:
+    traces = []
+    for rank in ranks:
+        path = folder / "torch_profile" / f"rank-{rank}.json.gz"
         summary = summarize(path)
-        name = path.name.removesuffix(".json.gz")
-        write_json(folder / f"{name}.json", summary.as_json())
-        with atomic_write(folder / f"{name}.md", "w") as stream:
-            stream.write(summary_text(summary))
+        text = summary_text(summary)
+        write_json(folder / f"rank-{rank}.json", summary.as_json())
+        with atomic_write(folder / f"rank-{rank}.md", "w") as stream:
+            stream.write(text)
+        traces.append((path, text))
     return traces
 
 

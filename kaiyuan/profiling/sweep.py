@@ -295,3 +295,12 @@ def check_promise(result: Result, job: Job) -> dict[str, Any]:
         "steps": long.measured["steps"],
         "seconds": time.monotonic() - began,
     }
+
+
+def promise_text(promise: dict[str, Any]) -> str:
+    """Return what `check_promise` found, as a line."""
+    return (
+        f"{promise['configuration']}, steps of {promise['samples_a_step']} samples: promised "
+        f"{promise['promised_tokens_per_second']:,.0f} tokens/s, measured "
+        f"{promise['measured_tokens_per_second']:,.0f} ({100 * promise['difference']:+.1f}%)"
+    )
