@@ -96,6 +96,7 @@ def saved_by_layer(a: Arguments) -> dict[str, float]:
     queries, keys = (size / layout.tensor for size in attention_sizes(a))
     hidden, ffn = a["hidden_size"] / layout.sequence, a["ffn_hidden_size"] / layout.tensor
     heads = a["num_attention_heads"] / layout.tensor
+    after = hidden if a.get("sandwich_norm") else 0  # kept by the norms after the branches
     return {
         "input": hidden,  # kept by the norm
         "input, normalised": hidden,  # by the projection
@@ -107,17 +108,9 @@ def saved_by_layer(a: Arguments) -> dict[str, float]:
         "input of the MLP, normalised": hidden,
         "gate and up": 2 * ffn,  # by SwiGLU
         "SwiGLU": ffn,  # by the last product
-        **_post_norms(a, hidden),
+        "output of attention": after,
+        "output of the MLP": after,
     }
-
-
-def _post_norms(a: Arguments, hidden: float) -> dict[str, float]:
-    """Return what norms at the end of the branches keep: their inputs."""
-    queries, _ = attention_sizes(a)
-    heads = 2 * queries // a["num_attention_heads"] if a.get("qk_layernorm") else 0
-    norms = (parameter_table(a)["norms"] - a["hidden_size"]) // a["num_layers"] - heads
-    more = norms // a["hidden_size"] - 2
-    return {"inputs of the norms after": more * hidden} if more > 0 else {}
 
 
 def recomputed(a: Arguments) -> set[str]:
@@ -125,7 +118,7 @@ def recomputed(a: Arguments) -> set[str]:
     modules = _modules(a)
     dropped: set[str] = set()
     if "mlp" in modules:
-        dropped |= {"gate and up", "SwiGLU"}
+        dropped |= {"gate and up", "SwiGLU", "output of the MLP"}
     if "core_attn" in modules:
         dropped |= {"attention, log-sum-exp"}
     return dropped
@@ -175,7 +168,7 @@ def _layer_backward(a: Arguments, layout: Layout) -> float:
     """
     saved = saved_by_layer(a)
     inputs, at_once = _full(a, layout.layers)
-    again: float = sum(saved[name] for name in recomputed(a) & {"gate and up", "SwiGLU"})
+    again = sum(saved[name] for name in recomputed(a)) if "mlp" in _modules(a) else 0.0
     if a.get("recompute_method") == "block" and inputs < layout.layers:
         at_once = 0  # the layers that are not redone come first, and hold as much
     if at_once:
@@ -374,6 +367,8 @@ def _moved(a: Arguments, layout: Layout, layers: float, again: float) -> float:
     backward = norms + (queries + 2 * keys) + (queries + keys) + (queries + 2 * keys) + 5 * ffn
     if "mlp" in modules:
         backward += 3 * ffn
+    if a.get("sandwich_norm"):
+        forward, backward = forward + 4 * hidden, backward + 6 * hidden
     return forward * (layers + again) + backward * layers
 
 
