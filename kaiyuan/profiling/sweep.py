@@ -26,6 +26,11 @@ from kaiyuan.rank import ERROR_MARK
 from kaiyuan.train import Nodes, environment_of
 
 RESULT = "result.json"
+_OF_A_WHOLE_TRAINING = (
+    *("lr_warmup_samples", "lr_decay_samples", "lr_wsd_decay_samples", "rampup_batch_size"),
+    *("save_interval", "save_retain_interval", "max_loss_jump", "tensorboard_dir"),
+    *("wandb_project", "wandb_exp_name"),
+)
 # Micro-batches of a step that a promise is checked with; those of the real one may take minutes.
 _MOST_IN_CHECK = 32
 MEASURED, OUT_OF_MEMORY, FAILED, TOO_LARGE, LEFT_OUT = (
@@ -206,12 +211,9 @@ def measuring_argv(candidate: Candidate, job: Job, check: bool = False) -> list[
         "lr": 1e-5,
         "min_lr": 1e-5,
         "lr_decay_style": "constant",
-        "lr_warmup_samples": None,
+        **dict.fromkeys(_OF_A_WHOLE_TRAINING),
         "eval_iters": 0,
         "log_interval": 1000,
-        "save_interval": None,
-        "save_retain_interval": None,
-        "max_loss_jump": None,
         "measure_seconds": job.seconds,
         "data_path": str(job.data) if job.data else "random",
     }
