@@ -61,6 +61,7 @@ def profile(
     import signal
 
     from kaiyuan.config import load_params
+    from kaiyuan.data.phase import ConvertedPhase
     from kaiyuan.files import write_json
     from kaiyuan.preflight import gpu_count
     from kaiyuan.profiling import record
@@ -71,9 +72,11 @@ def profile(
 
     params = load_params(model, changes or [], overlay)
     rates = read_calibration(calibration) if calibration else None
-    ranks = _numbers(trace_ranks)
     device = verb.Device.of_this_machine()
     processes = nproc or gpu_count() or 1
+    ranks = _ranks(trace_ranks, processes)
+    if data:
+        ConvertedPhase.open(data)
     folder = (output or Path("profile") / params.name).absolute()
     job = verb.Job(folder, device, processes, seconds, limit, data.absolute() if data else None)
     chosen = read_grid(grid or []) or default_grid(params.arguments(params.phases[0]), processes)
@@ -91,10 +94,11 @@ def profile(
         results.append(verb.measure(each, job))
         typer.echo(f"{number} of {len(run)}: {_line(results[-1])}")
     text = write_all([*results, *dropped], rates, device, folder)
-    typer.echo(f"\n{text}\n{folder / 'results.md'}; {folder / 'overlay.yaml'}")
+    typer.echo(f"\n{text}")
     best = ranked(results)[0]
     if best.status != verb.MEASURED:
         raise UserError(f"no configuration could be measured; the logs are in {folder / 'runs'}")
+    typer.echo(f"kaiyuan train {model} --overlay {folder / 'overlay.yaml'}")
     if check:
         promise = verb.check_promise(best, job)
         write_json(folder / "check.json", promise)
@@ -108,11 +112,11 @@ def profile(
         typer.echo(record.record_memory(best.candidate, job))
 
 
-def _numbers(text: str) -> list[int]:
-    try:
-        return [int(number) for number in text.split(",")]
-    except ValueError:
-        raise UserError(f"--trace-ranks takes numbers with commas, not {text!r}") from None
+def _ranks(text: str, processes: int) -> list[int]:
+    words = text.split(",")
+    if not all(word.isdecimal() and int(word) < processes for word in words):
+        raise UserError(f"--trace-ranks takes ranks below {processes} with commas, not {text!r}")
+    return [int(word) for word in words]
 
 
 def _line(result: "Result") -> str:

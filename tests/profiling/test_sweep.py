@@ -198,6 +198,25 @@ def test_an_out_of_memory_ranks_last(tmp_path):
     assert load_params("gpt_smoke", overlay=tmp_path / "overlay.yaml") == params
 
 
+@pytest.mark.parametrize("model", ["gpt_smoke", "qwen3_1p7b"])
+def test_the_shipped_grids_have_eight_configurations_that_fit_an_h200(model):
+    grid = read_grid([str(ROOT / "scripts/kaiyuan2b-profiling/params" / model / "grid.yaml")])
+    run, _ = choose(candidates(load_params(model), grid, 1), 140 * 2**30, 100)
+    assert len(run) >= 8
+
+
+def test_mistakes_on_the_command_line(tmp_path):
+    for words, message in (
+        (["--trace-ranks", "0,2"], "ranks below 2"),
+        (["--data", tmp_path], "has no manifest.json"),
+        (["--calibration", tmp_path / "none.json"], "cannot be read as a calibration"),
+        (["--overlay", tmp_path / "none.yaml"], "is missing"),
+    ):
+        argv = ("profile", "toy", "--nproc", 2, "--output", tmp_path / "sweep", *words)
+        assert message in one_line_error(*argv)
+    assert not (tmp_path / "sweep").exists()
+
+
 @pytest.mark.parametrize(
     ("grid", "message"),
     [
