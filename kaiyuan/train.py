@@ -157,7 +157,7 @@ def _run_phase(
 ) -> None:
     log = run / "logs" / f"{phase.name}-node{nodes.rank}.log"
     log.parent.mkdir(exist_ok=True)
-    environment = _environment(nodes)
+    environment = environment_of(nodes)
     command = [*nodes.command(), *phase_arguments(phase, data, run)]
     errors: list[str] = []
     with log.open("a", encoding="utf-8") as out:
@@ -210,7 +210,8 @@ def _ignore_sigterm() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
-def _environment(nodes: Nodes) -> dict[str, str]:
+def environment_of(nodes: Nodes) -> dict[str, str]:
+    """Return the environment of the processes."""
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
     # W&B is used where wandb_project is given, and then sends nothing unless asked to.
     environment.setdefault("WANDB_MODE", "offline")
@@ -243,7 +244,7 @@ def _signals_to(child: subprocess.Popen[str], nodes: Nodes) -> Iterator[list[int
     def forward(number: int, _: object) -> None:
         came.append(number)
         last = signal.SIGTERM if len(came) == 1 else signal.SIGKILL
-        # The ranks themselves; torchrun ignores it, see _environment.
+        # The ranks themselves; torchrun ignores it, see environment_of.
         ranks = _children(child.pid) if nodes.processes * nodes.nodes > 1 else []
         for process in ranks or [child.pid]:
             with contextlib.suppress(ProcessLookupError):

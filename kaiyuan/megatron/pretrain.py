@@ -21,7 +21,7 @@ from torch import Tensor
 from kaiyuan.data.phase import ConvertedPhase
 from kaiyuan.data.samples import OrderedDataset, build_ends
 from kaiyuan.errors import UserError
-from kaiyuan.megatron import arguments, cpu, fallbacks, layers, loss, mends, nodes, records
+from kaiyuan.megatron import arguments, cpu, fallbacks, layers, loss, measure, mends, nodes, records
 
 
 def loss_function(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -116,7 +116,14 @@ def run(argv: Sequence[str]) -> None:
     if args.record_to:
         records.install(args)
     config = pretrain_cfg_container_from_args(args, model_config)
-    pretrain(config, provide_datasets, ModelType.encoder_or_decoder, forward_step)
+    watch = measure.Stopwatch(args.measure_seconds) if args.measure_to else None
+    if watch:
+        watch.install()
+    provider = measure.provide_random if args.data_path == [measure.RANDOM] else provide_datasets
+    forward = watch.forward(forward_step) if watch else forward_step
+    pretrain(config, provider, ModelType.encoder_or_decoder, forward)
+    if watch:
+        watch.write(Path(args.measure_to))
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 
