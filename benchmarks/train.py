@@ -178,8 +178,12 @@ def use_plain_operations() -> None:
     def norm(self: Any, x: torch.Tensor) -> torch.Tensor:
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
-    def cross_entropy(logits: torch.Tensor, labels: torch.Tensor, _: Any) -> torch.Tensor:
+    def cross_entropy(
+        logits: torch.Tensor, labels: torch.Tensor, _: Any, cap: float | None = None
+    ) -> torch.Tensor:
         rows = logits.flatten(0, -2).float()
+        if cap is not None:
+            rows = loss.soft_cap(rows, cap)
         return F.cross_entropy(rows, labels.flatten(), reduction="none").view(labels.shape)
 
     layers.RMSNorm.forward = layers.ResidualRMSNorm.forward = norm  # type: ignore[method-assign]
@@ -221,8 +225,9 @@ def megatron_arguments(args: argparse.Namespace, extra: list[str]) -> list[str]:
         model |= {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "native"}
     if path == "plain":
         model |= {"no_bias_swiglu_fusion": True, "no_bias_dropout_fusion": True}
-    hparams = {
-        "bf16": True,
+    fp16 = {"fp16", "initial_loss_scale", "accumulate_allreduce_grads_in_fp32"}
+    hparams = {k: v for k, v in params.hparams.items() if k in fp16} or {"bf16": True}
+    hparams |= {
         "micro_batch_size": args.micro_batches[0],
         "global_batch_size": args.global_batch,
         "train_iters": args.steps + 3 + args.profile,

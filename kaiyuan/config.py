@@ -35,7 +35,12 @@ OWN_ARGUMENTS: dict[str, tuple[type, str]] = {
     "max_loss_jump": (float, "Stop where the loss is so many nats above its recent median."),
     "measure_to": (str, "JSON file that gets times and memory; the training then ends."),
     "measure_seconds": (float, "So long, after the warm-up."),
+    "sandwich_norm": (bool, "Normalise the outputs of attention and MLP before they are added."),
+    "output_logit_cap": (float, "Cap the output logits: cap * tanh(logits / cap)."),
 }
+_OWN_FLAGS = [name for name, (kind, _) in OWN_ARGUMENTS.items() if kind is bool]
+# Those of them that make another model of it: export looks for them in model.yaml.
+_MODEL_ARGUMENTS = ("sandwich_norm", "output_logit_cap")
 ORDERS = ("file", "rank", "rank-desc")
 _PHASE_KEYS = ("order", "tokens", "max_samples")
 _ROOT = Path(__file__).parent
@@ -126,6 +131,8 @@ def load_params(model: str, overrides: Sequence[str] = (), overlay: Path | None 
     for part in (model_args, hparams, *arguments.values()):
         for key in part:
             check_argument_name(key)
+            if key in _MODEL_ARGUMENTS and part is not model_args:
+                raise UserError(f"{key} makes another model: it belongs in model.yaml")
     params = Params(
         name=folder.name,
         model=model_args,
@@ -197,7 +204,7 @@ def _override(
         elif dot or name in arguments[each]:
             arguments[each][name] = value
     if not dot and name not in _PHASE_KEYS:
-        (model if name in model else hparams)[name] = value
+        (model if name in model or name in _MODEL_ARGUMENTS else hparams)[name] = value
 
 
 def _phase(name: str, settings: dict[str, Any], hparams: dict[str, Any]) -> PhaseParams:
@@ -261,7 +268,7 @@ def to_argv(arguments: Mapping[str, Any]) -> list[str]:
         name = option(key)
         if value is None or value is False:
             continue
-        is_flag = argument_names().get(name) == "flag"
+        is_flag = argument_names().get(name) == "flag" or key in _OWN_FLAGS
         if is_flag != (value is True):
             needs = "true or false" if is_flag else "a value"
             raise UserError(f"the argument {key} takes {needs}, not {value!r}")

@@ -36,7 +36,8 @@ def parameter_table(arguments: Arguments) -> dict[str, int]:
     queries, keys = attention_sizes(a)
     head = queries // a["num_attention_heads"]
     rows = padded_vocab_size(a)
-    norms = 2 * hidden + (2 * head if a.get("qk_layernorm") else 0)
+    norms = hidden * (4 if a.get("sandwich_norm") else 2)
+    norms += 2 * head if a.get("qk_layernorm") else 0
     return {
         "token embedding": rows * hidden,
         "attention: query, key, value": layers * hidden * (queries + 2 * keys),

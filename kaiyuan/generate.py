@@ -15,6 +15,7 @@ from transformers.utils import logging as transformers_logging
 
 from kaiyuan.checkpoint.describe import CheckpointInfo, describe_checkpoint
 from kaiyuan.checkpoint.export import KIND, export
+from kaiyuan.checkpoint.hf_config import register_variant
 from kaiyuan.checkpoint.load import INDEX, TorchDistCheckpoint
 from kaiyuan.checkpoint.names import EMBEDDING
 from kaiyuan.checkpoint.safetensors_io import DTYPES
@@ -47,6 +48,7 @@ def generate(
     sampling.check()
     check_prompts(prompts)
     transformers_logging.disable_progress_bar()
+    register_variant()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     tokenizer = AutoTokenizer.from_pretrained(hf_folder, padding_side="left")
     model = AutoModelForCausalLM.from_pretrained(hf_folder, dtype="auto").to(device).eval()

@@ -1,6 +1,7 @@
 """Serve an exported model with the API of OpenAI's completions, through an existing server."""
 
 import importlib.util
+import json
 import os
 import sys
 from pathlib import Path
@@ -23,8 +24,13 @@ def serve(hf_folder: Path, host: str, port: int) -> None:
         port: TCP port.
 
     Raises:
-        UserError: neither server is installed.
+        UserError: neither server is installed, or the model is one that neither knows.
     """
+    if json.loads((hf_folder / "config.json").read_text(encoding="utf-8")).get("auto_map"):
+        raise UserError(
+            f"{hf_folder} is a model with code of its own, which the servers do not know: "
+            "use kaiyuan generate"
+        )
     announcement = f"serving http://{host}:{port}/v1/completions, model {hf_folder}"
     if importlib.util.find_spec("vllm") is not None:
         print(announcement, file=sys.stderr, flush=True)

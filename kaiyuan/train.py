@@ -133,10 +133,16 @@ def phase_arguments(phase: PhasePlan, data: Path, run: Path) -> list[str]:
     if phase.first_step:
         argv.append("--exit-on-missing-checkpoint")
     argv += ["--record-to", str(run / "loss.csv")]
-    if "--data-cache-path" not in argv:
-        argv += ["--data-cache-path", str(run / "cache")]
-    if "--tensorboard-dir" not in argv:
-        argv += ["--tensorboard-dir", str(run / "tensorboard")]
+    defaults: dict[str, Path | str] = {
+        "--data-cache-path": run / "cache",
+        "--tensorboard-dir": run / "tensorboard",
+    }
+    if "--wandb-project" in argv:
+        # Megatron asks for a name, and would write among the checkpoints.
+        defaults |= {"--wandb-exp-name": run.resolve().name, "--wandb-save-dir": run}
+    for name, value in defaults.items():
+        if name not in argv:
+            argv += [name, str(value)]
     return argv
 
 

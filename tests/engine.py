@@ -9,12 +9,19 @@ from pathlib import Path
 from .conftest import ROOT
 
 
-def start(run: Path, data: Path, params, *more, spoil="", **popen) -> subprocess.Popen:
-    """Start `kaiyuan train` with processes that note the samples they train on."""
+def start(
+    run: Path, data: Path, params, *more, spoil="", path=(), environment=None, **popen
+) -> subprocess.Popen:
+    """Start `kaiyuan train` with processes that note the samples they train on.
+
+    `path` has folders to import from besides, `environment` variables that differ.
+    """
+    changes = environment or {}
     spied = run.with_name(f"{run.name}-samples")
     spied.mkdir(parents=True, exist_ok=True)
     environment = {**os.environ, "KAIYUAN_SPY": str(spied), "KAIYUAN_SPOIL": spoil}
-    environment |= {"COLUMNS": "500", "NO_COLOR": "1", "PYTHONPATH": str(ROOT)}
+    environment |= {"COLUMNS": "500", "NO_COLOR": "1", **changes}
+    environment["PYTHONPATH"] = ":".join(map(str, [ROOT, *path]))
     command = [sys.executable, "-m", "tests.spied_kaiyuan", "train", params, "--data", data]
     command += ["--output", run, *more]
     return subprocess.Popen(

@@ -25,6 +25,13 @@ def test_parameters_of_the_main_model_are_those_of_the_report():
     assert num_parameters(model("qwen3_1p7b")) == 2_031_739_904
 
 
+def test_parameters_of_the_fp16_variant():
+    # Two more norms of 2,048 in each of 28 layers.
+    more = num_parameters(model("kaiyuan_2b_fp16")) - num_parameters(model("qwen3_1p7b"))
+    assert more == 28 * 2 * 2048 == 114_688
+    assert num_parameters(model("kaiyuan_2b_fp16")) == 2_031_854_592
+
+
 def test_parameters_of_the_smoke_model():
     # By hand, a layer: queries and output 2 x 768 x 768, keys and values 2 x 768 x 384,
     # MLP 3 x 768 x 3072, norms 2 x 768 + 2 x 96.

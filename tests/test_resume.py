@@ -23,7 +23,7 @@ SHORT = (
     "phase1.max_samples=48",
     "phase3.max_samples=32",
     "save_interval=2",
-    "lr_warmup_samples=40",
+    "lr_warmup_samples=64",  # beyond the first phase
 )
 STEPS = 10
 
@@ -185,6 +185,29 @@ def test_a_changed_schedule_is_refused_with_both_values(params, data, copy):
     changes = recorded(copy)["changes"]
     assert [c.split(": ", 1)[0] for c in changes] == ["from step 10 on"]
     record(changed, copy)  # now it is the plan of the run
+
+
+def test_a_schedule_that_is_changed_on_purpose_is_the_one_that_runs(params, data, copy):
+    # One step more, at another rate; and on a machine without make or a compiler.
+    more = ("phase3.max_samples=40", "phase3.lr=1e-3", "phase3.min_lr=1e-3", "--allow-change")
+    short = [text for text in SHORT if not text.startswith("phase3")]
+    before = records(copy)
+    train(copy, data, params, *short, *more, environment={"PATH": "/nowhere"})
+    rows = records(copy)
+    assert rows[:STEPS] == before
+    # As the optimizer's parameter groups have it after the step.
+    assert [float(row["learning_rate"]) for row in rows[STEPS:]] == [1e-3]
+
+
+def test_another_length_of_the_decay_is_refused(tmp_path):
+    # Megatron does not keep it in a checkpoint and would go on with another rate.
+    run = tmp_path / "run"
+    (run / "checkpoints").mkdir(parents=True)
+    record(make_plan(load_params("toy")), run)
+    (run / "checkpoints" / TRACKER).write_text("1")
+    changed = make_plan(load_params("toy", ["phase5.lr_wsd_decay_samples=80"]))
+    with pytest.raises(UserError, match=r"phase5 arguments lr_wsd_decay_samples was \d+ and"):
+        record(changed, run)
 
 
 def test_the_layout_may_change_and_a_phase_may_get_its_data_later(params, data, tmp_path, copy):

@@ -33,7 +33,7 @@ Checkpoint = Annotated[
 def export_checkpoint(
     checkpoint: Checkpoint,
     output: Annotated[Path, typer.Option(help="Folder to make.")],
-    dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
+    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
     model: ModelFile = None,
     vocab_size: VocabSize = None,
     tokenizer: TokenizerFolder = None,

@@ -16,6 +16,9 @@ Overlay = Annotated[
 DataFolder = Annotated[
     Path | None, typer.Option(help="Folder with the converted phases, phase1 to phase5.")
 ]
+Model = Annotated[
+    str, typer.Argument(help="toy, gpt_smoke, qwen3_1p7b, kaiyuan_2b_fp16, or a params folder.")
+]
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(
@@ -27,7 +30,7 @@ Overrides = Annotated[
 
 @app.command()
 def plan(
-    model: Annotated[str, typer.Argument(help="toy, gpt_smoke, qwen3_1p7b, or a params folder.")],
+    model: Model,
     changes: Overrides = None,
     data: DataFolder = None,
     gpus: Annotated[int, typer.Option(min=1, help="Number of all GPUs.")] = 1,
@@ -64,7 +67,7 @@ def plan(
 
 @app.command()
 def train(
-    model: Annotated[str, typer.Argument(help="toy, gpt_smoke, qwen3_1p7b, or a params folder.")],
+    model: Model,
     data: Annotated[Path, typer.Option(help="Folder with the converted phases.")],
     output: Annotated[Path, typer.Option(help="Folder of the run; gone on with if it exists.")],
     changes: Overrides = None,

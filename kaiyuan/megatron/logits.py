@@ -18,7 +18,7 @@ from kaiyuan.checkpoint.describe import CheckpointInfo
 from kaiyuan.checkpoint.hf_config import canonical_model
 from kaiyuan.checkpoint.load import TorchDistCheckpoint
 from kaiyuan.checkpoint.names import EMBEDDING
-from kaiyuan.megatron import layers
+from kaiyuan.megatron import layers, loss
 
 
 def logits(info: CheckpointInfo, tokens: Sequence[Sequence[int]]) -> npt.NDArray[np.float32]:
@@ -34,6 +34,8 @@ def logits(info: CheckpointInfo, tokens: Sequence[Sequence[int]]) -> npt.NDArray
     positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
     with torch.inference_mode():
         out = model(ids, positions, None)
+    if cap := info.model.get("output_logit_cap"):
+        out = loss.soft_cap(out, float(cap))
     return out[..., : info.vocab_size].float().cpu().numpy()
 
 
@@ -65,7 +67,9 @@ def load_model(info: CheckpointInfo, dtype: torch.dtype = torch.float32) -> Any:
     rows = TorchDistCheckpoint(info.folder).tensors[EMBEDDING.megatron].shape[0]
     model = GPTModel(
         config,
-        layers.block_spec(SimpleNamespace(transformer=config)),
+        layers.block_spec(
+            SimpleNamespace(transformer=config), sandwich_norm=arguments.get("sandwich_norm", False)
+        ),
         vocab_size=rows,
         max_sequence_length=arguments["max_position_embeddings"],
         share_embeddings_and_output_weights=not arguments["untie_embeddings_and_output_weights"],

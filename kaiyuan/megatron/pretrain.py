@@ -54,7 +54,7 @@ def forward_step(batches: Iterator[dict[str, Tensor]], model: torch.nn.Module) -
         None,
         labels=batch["labels"],
         packed_seq_params=documents,
-        output_processor=loss.token_losses,
+        output_processor=partial(loss.token_losses, cap=get_args().output_logit_cap),
     )
     return losses, partial(loss_function, batch["loss_mask"])
 
@@ -112,7 +112,9 @@ def run(argv: Sequence[str]) -> None:
     _check_document_masks(args)
     model_config = gpt_config_from_args(args)
     if args.transformer_impl == "local":
-        model_config.transformer_layer_spec = layers.block_spec
+        model_config.transformer_layer_spec = partial(
+            layers.block_spec, sandwich_norm=args.sandwich_norm
+        )
     if args.record_to:
         records.install(args)
     config = pretrain_cfg_container_from_args(args, model_config)
@@ -140,5 +142,3 @@ def _check_document_masks(args: Any) -> None:
             "reset_attention_mask with pipeline_model_parallel_size > 1 needs micro_batch_size=1: "
             "the samples of a micro-batch are laid end to end"
         )
-    if args.eod_mask_loss:
-        raise UserError("eod_mask_loss is not supported: the end of a document is learnt too")
