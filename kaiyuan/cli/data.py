@@ -127,7 +127,7 @@ def convert(
     Example: kaiyuan convert --input data/phase3 --output out/phase3 --tokenizer tok --order rank
     """
     from kaiyuan.data.convert import plan_conversion, run_conversion
-    from kaiyuan.data.progress import describe_manifest, describe_plan
+    from kaiyuan.data.describe import describe_manifest, describe_plan
 
     plan = plan_conversion(
         input,
