@@ -89,7 +89,7 @@ def _curve(
             label = f"mean of {window} steps"
             series.append(_series(label, i, run.steps, mean, style="main", color=0))
         else:
-            series.append(_series(run.name, i, run.steps, mean, style="main", color=i))
+            series.append(_series(run.name, i, run.steps, mean, style=_style(i), color=i))
     if len(runs) > 1:
         options["note"] = f"means of {window} steps"
     decades = highest > _DECADES and not options.get("zero")
@@ -105,7 +105,13 @@ def _rates(run: Run, i: int, several: bool) -> Iterator[dict[str, Any]]:
         planned = np.array(planned_rates(run, steps.tolist()))
         yield _series("planned", i, steps, planned, style="beneath", color=1)
     rates = run.columns["learning_rate"]
-    yield _series(label, i, run.steps, rates, style="main", color=color)
+    style = _style(i) if several else "main"
+    yield _series(label, i, run.steps, rates, style=style, color=color)
+
+
+def _style(run: int) -> str:
+    """Return the style of one of several runs; the first is wide, to be seen below its equals."""
+    return "main" if run else "first"
 
 
 def planned_rates(run: Run, steps: Sequence[int]) -> list[float]:
@@ -164,11 +170,13 @@ def data_charts(run: Run, data: Sequence[PhaseData]) -> list[Chart]:
         x = np.concatenate([d.steps for d in data])
         y = np.concatenate(values)
         done = x <= run.steps[-1]
+        # What is to come hangs on to the last point that was trained on.
+        ahead = ~done | ((np.arange(len(x)) == done.sum() - 1) & (not done.all()))
         series = [
             _series(label, 0, x[which], y[which], style=style, color=0, breaks=True)
             for label, which, style in (
                 ("trained on", done, "main"),
-                ("to come", ~done, "plan"),
+                ("to come", ahead, "plan"),
             )
             if np.isfinite(y[which]).any()
         ]

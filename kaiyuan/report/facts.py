@@ -115,7 +115,9 @@ def phase_grid(run: Run) -> Grid:
                 else "",
                 "loss": _span(report.first_loss, report.last_loss, ".3f") if report else "",
                 "seconds a step": f"{report.seconds:.3g}" if report else "",
-                "first step ended": moment(time) if (time := began.get(phase.name)) else "",
+                "first step ended, UTC": f"{time:%Y-%m-%d %H:%M}"
+                if (time := began.get(phase.name))
+                else "",
             }
         )
     names = [phase.name for phase in run.phases]
@@ -273,6 +275,8 @@ def environment_grid(run: Run) -> Grid:
             kinds.append((here, part.start.step, part.last_step))
     if not kinds:
         return Grid("Environment", [], [], "Not recorded in this run.")
+    if len(kinds) == 1:
+        return Grid("Environment", [], [list(pair) for pair in kinds[0][0].items()], numbers=False)
     names = list(dict.fromkeys(name for kind, _, _ in kinds for name in kind))
     rows = [[name, *(kind.get(name, "") for kind, _, _ in kinds)] for name in names]
     header = ["", *(f"steps {first:,} to {last:,}" for _, first, last in kinds)]

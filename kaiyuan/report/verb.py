@@ -30,5 +30,9 @@ def report(folders: Sequence[Path], output: Path | None) -> Iterator[str]:
     yield f"report: {page}"
     if len(runs) == 1:
         picture = folders[0] / "loss.png"
-        draw_losses(runs[0], picture)
-        yield f"loss curve: {picture}"
+        try:
+            draw_losses(runs[0], picture)
+        except ImportError:
+            yield "no loss.png: it needs matplotlib (pip install 'kaiyuan[train]')"
+        else:
+            yield f"loss curve: {picture}"

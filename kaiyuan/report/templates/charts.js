@@ -175,7 +175,7 @@
 
   function drawSteps(svg, box, x, low, high) {
     add(svg, "line", { class: "axis", x1: box.left, x2: box.right, y1: box.bottom, y2: box.bottom });
-    const found = ticks(low, high, Math.max(2, Math.floor((box.right - box.left) / 95)));
+    const found = ticks(low, high, Math.max(2, Math.floor((box.right - box.left) / 75)));
     const size = Math.max(...found.map(Math.abs));
     for (const tick of found) {
       const at = x(tick);
@@ -227,7 +227,8 @@
       if (value < least || value > most) continue;
       const at = y(value);
       add(svg, "line", { class: "mark", x1: box.left, x2: box.right, y1: at, y2: at });
-      add(svg, "text", { x: box.right - 4, y: at - 4, "text-anchor": "end" }, text);
+      const label = { class: "halo", x: box.right - 4, y: at - 5, "text-anchor": "end" };
+      add(svg, "text", label, text);
     }
   }
 
