@@ -8,6 +8,7 @@ on after an interruption is the same thing, begun in the middle of a phase.
 import contextlib
 import dataclasses
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -25,6 +26,8 @@ from kaiyuan.plan import PhasePlan, Plan
 from kaiyuan.plan_summary import batch_layout
 from kaiyuan.rank import ERROR_MARK, MARK, STEP_MARK
 from kaiyuan.runfolder import CHECKPOINTS, latest_step, lock, record, settle_checkpoints
+
+_KILLED = re.compile(r"Signal \d+ \((SIG\w+)\) received by PID")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,7 +171,7 @@ def _run_phase(
     # The last rank of all tells of the steps.
     last = nodes.rank == nodes.nodes - 1
     command = [*nodes.command(), *phase_arguments(phase, data, run)]
-    errors: list[str] = []
+    heard = _Heard()
     with log.open("a", encoding="utf-8") as out:
         print("$", *command, file=out, flush=True)
         child = subprocess.Popen(
@@ -187,27 +190,26 @@ def _run_phase(
             TrainingView(phase, steps, console, signals, live=last) as view,
         ):
             # Not until the pipe is closed: what a killed rank had started may hold it open.
-            reader = threading.Thread(target=_show, args=(child, out, view, errors), daemon=True)
+            reader = threading.Thread(target=_show, args=(child, out, view, heard), daemon=True)
             reader.start()
             code = child.wait()
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(child.pid, signal.SIGKILL)
             reader.join(timeout=5)
-    if errors:
-        raise UserError(f"{errors[0]} (the log is {log})")
+    where = f"the log is {log}, and the same command goes on from step {latest_step(run)}"
+    killed = heard.killed_by or (_signal_name(-code) if code < 0 else "")
+    # Before the errors: when a rank is killed, the others complain of a lost connection.
+    if killed and not signals:
+        raise UserError(f"{phase.name} was killed by {killed}; {where}")
+    if heard.errors:
+        raise UserError(f"{heard.errors[0]} (the log is {log})")
     if code and signals:
         raise UserError(
             f"{phase.name} was stopped before it could save; the last checkpoint is of step "
             f"{latest_step(run)}, and the same command goes on from there"
         )
     if code:
-        how = f"failed with exit code {code}"
-        if code < 0:
-            how = f"was killed by {_signal_name(-code)}"
-        raise UserError(
-            f"{phase.name} {how}; the log is {log}, and the same command goes on from step "
-            f"{latest_step(run)}"
-        )
+        raise UserError(f"{phase.name} failed with exit code {code}; {where}")
 
 
 def _signal_name(number: int) -> str:
@@ -217,9 +219,20 @@ def _signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def _show(
-    child: subprocess.Popen[str], log: IO[str], view: TrainingView, errors: list[str]
-) -> None:
+@dataclasses.dataclass
+class _Heard:
+    """What the processes said that the launcher needs.
+
+    Attributes:
+        errors: sentences for the user.
+        killed_by: name of the signal that ended a rank, by torchrun's own report.
+    """
+
+    errors: list[str] = dataclasses.field(default_factory=list)
+    killed_by: str = ""
+
+
+def _show(child: subprocess.Popen[str], log: IO[str], view: TrainingView, heard: _Heard) -> None:
     """Copy what the processes print to the log, and what is meant for people to the console."""
     assert child.stdout is not None
     for line in child.stdout:
@@ -231,9 +244,11 @@ def _show(
         log.write(line)
         log.flush()
         if line.startswith(ERROR_MARK):
-            errors.append(line.removeprefix(ERROR_MARK).strip())
+            heard.errors.append(line.removeprefix(ERROR_MARK).strip())
         elif line.startswith(MARK):
             view.console.print(" ", line.removeprefix(MARK).rstrip(), highlight=False)
+        elif killed := _KILLED.search(line):
+            heard.killed_by = heard.killed_by or killed[1]
 
 
 def _ignore_sigterm() -> None:

@@ -3,6 +3,8 @@
 import csv
 import datetime
 import html
+import importlib.metadata
+import itertools
 import json
 import os
 import random
@@ -77,6 +79,21 @@ FIRST = {"seconds": "", "tokens_per_second": "", "tflops": "", "mfu": ""}
 
 
 # ---- a real run ---------------------------------------------------------------------------------
+
+
+def test_a_run_records_when_and_on_what_its_processes_began(demo):
+    rows = records(demo.folder / "run")
+    starts = read_starts(demo.folder / "run")
+    first = [(int(row["iteration"]), row["phase"]) for row in rows if row["seconds"] == ""]
+    assert [(begun.step, begun.phase) for begun in starts] == first
+    assert [phase for _, phase in first] == list(dict.fromkeys(row["phase"] for row in rows))
+    for begun, after in itertools.zip_longest(starts, starts[1:]):
+        assert (begun.again, begun.device) == (0, "cpu")
+        for name in ("torch", "megatron-core"):
+            assert begun.versions[name] == importlib.metadata.version(name)
+        assert begun.layout["world_size"] == 1 and begun.layout["micro_batch_size"] == 8
+        assert begun.data == str(demo.folder / "data" / begun.phase)
+        assert after is None or after.time > begun.time
 
 
 @needs_browser
@@ -290,6 +307,7 @@ def test_the_gap_is_not_taken_for_slowness(interrupted):
     assert [part.away for part in run.parts] == [None, 30, 1000]
     assert np.nanmin(run.columns["tokens_per_second"]) == TOKENS / 2
     assert not run.finished
+    assert run.recorded == at(1058 + 12)
 
 
 @needs_browser
@@ -345,14 +363,16 @@ def test_a_line_that_is_being_written(interrupted):
 
 
 @pytest.mark.slow
-def test_a_real_run_that_was_killed(demo, make_params, tmp_path):
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_real_run_that_was_killed(demo, make_params, tmp_path, processes):
     run, params = tmp_path / "run", make_params(["phase1", "phase3"])
     short = ["phase1.max_samples=64", "phase3.max_samples=24", "save_interval=4"]
-    short.append("lr_warmup_samples=40")
+    short += ["lr_warmup_samples=40", "micro_batch_size=4", "--nproc", processes]
     process = start(run, demo.folder / "data", params, *short)
     wait_for(lambda: steps_done(run) >= 6, process)
-    (rank,) = children(process.pid)
-    os.kill(rank, signal.SIGKILL)
+    (child,) = children(process.pid)
+    # Torchrun stands between launcher and ranks.
+    os.kill(child if processes == 1 else children(child)[0], signal.SIGKILL)
     _, error = process.communicate()
     assert process.returncode == 2
     assert "phase1 was killed by SIGKILL" in error

@@ -86,12 +86,12 @@ def _curve(
         mean = smooth(values, run.rows_of_phases(), window)
         if len(runs) == 1:
             series.append(_series("each step", i, run.steps, values, style="raw", color=0))
-            label = f"mean of {window} steps"
+            label = f"mean of {window:,} steps"
             series.append(_series(label, i, run.steps, mean, style="main", color=0))
         else:
             series.append(_series(run.name, i, run.steps, mean, style=_style(i), color=i))
     if len(runs) > 1:
-        options["note"] = f"means of {window} steps"
+        options["note"] = f"means of {window:,} steps"
     decades = highest > _DECADES and not options.get("zero")
     return _chart(name, title, unit, log=decades, **options) | {"series": series}
 

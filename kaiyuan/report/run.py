@@ -53,7 +53,8 @@ class Run:
         columns: of loss.csv, one value a step in the order of steps; NaN where there is none.
             See kaiyuan/megatron/records.py.
         phase_names: name of the phase of each step.
-        recorded: when loss.csv was last written, UTC.
+        parts: what each start of processes did.
+        recorded: when the last step ended, UTC; where that is not known, when loss.csv was written.
     """
 
     def __init__(self, folder: Path, name: str | None = None) -> None:
@@ -71,9 +72,8 @@ class Run:
         self.columns: dict[str, Array] = {
             name: table.column(name).to_numpy() for name in (*_WHOLE, *_REAL)
         }
-        changed = (folder / "loss.csv").stat().st_mtime
-        self.recorded = datetime.datetime.fromtimestamp(changed, datetime.UTC)
         self.parts = self._parts(self._starts())
+        self.recorded = self._last_time()
 
     @property
     def steps(self) -> Array:
@@ -104,6 +104,12 @@ class Run:
         names = np.array(self.phase_names)
         bounds = [0, *(np.flatnonzero(names[1:] != names[:-1]) + 1).tolist(), len(names)]
         return [slice(a, b) for a, b in itertools.pairwise(bounds)]
+
+    def _last_time(self) -> datetime.datetime:
+        if self.parts and (began := self.parts[-1].start.time):
+            return began + datetime.timedelta(seconds=self.parts[-1].seconds)
+        changed = (self.folder / "loss.csv").stat().st_mtime
+        return datetime.datetime.fromtimestamp(changed, datetime.UTC)
 
     def _starts(self) -> list[Start]:
         """Return all starts, those too that only loss.csv knows of."""

@@ -213,7 +213,9 @@
       path += `${starts ? "M" : "L"}${x(value).toFixed(1)} ${y(s.y[i]).toFixed(1)}`;
       points++;
     });
-    const line = { class: `line ${s.style} c${s.color % 8}`, d: path };
+    // More points than pixels make a surface, which must not hide the mean on it.
+    const dense = points > Math.abs(x(high) - x(low)) ? "dense" : "";
+    const line = { class: `line ${s.style} ${dense} c${s.color % 8}`, d: path };
     add(parent, "path", { ...line, "data-series": s.name, "data-points": points });
     if (s.style !== "points" && points > 1) return;
     s.px.forEach((value, i) => {
