@@ -30,6 +30,7 @@ class TrainingView:
         steps: of all phases.
         console: where it is shown.
         signals: those that came to the launcher; from the first on, the training is ending.
+        done: steps that earlier processes did.
         live: show the block, if the console is a terminal.
     """
 
@@ -39,10 +40,12 @@ class TrainingView:
         steps: int,
         console: Console,
         signals: Sequence[int] = (),
+        done: int = 0,
         live: bool = True,
     ) -> None:
         self.phase, self.steps, self.console, self.signals = phase, steps, console, signals
         self._step: dict[str, Any] | None = None
+        self._done = max(done, phase.first_step)
         self._wanted = live and console.is_interactive
         self._seconds: deque[float] = deque(maxlen=_PACE_STEPS)
         self._began = time.monotonic()
@@ -105,7 +108,7 @@ class TrainingView:
 
     def render(self) -> RenderableType:
         """Return the block: what the last step was, and how far phase and run are."""
-        done = self._step["step"] if self._step else self.phase.first_step
+        done = self._step["step"] if self._step else self._done
         figures = f"  {self._figures()}" if self._step else ""
         head: RenderableType = Text(figures, no_wrap=True, overflow="ellipsis")
         if self.signals:

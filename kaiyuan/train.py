@@ -187,7 +187,7 @@ def _run_phase(
         )
         with (
             _signals_to(child, nodes) as signals,
-            TrainingView(phase, steps, console, signals, live=last) as view,
+            TrainingView(phase, steps, console, signals, latest_step(run), live=last) as view,
         ):
             # Not until the pipe is closed: what a killed rank had started may hold it open.
             reader = threading.Thread(target=_show, args=(child, out, view, heard), daemon=True)

@@ -68,11 +68,13 @@ def test_the_block_says_where_the_training_is(plan, width):
 def test_the_block_before_the_first_step_and_while_stopping(plan):
     signals = []
     console = terminal()
-    view = TrainingView(plan.phases[1], plan.steps, console, signals)
+    begun = plan.phases[1].first_step + 5  # by those that were interrupted
+    view = TrainingView(plan.phases[1], plan.steps, console, signals, begun)
     console.print(view.render())
     said = console.export_text()
     assert "starting the processes" in said
-    assert f"{plan.phases[1].first_step:,} of {plan.steps:,}" in said
+    assert f"5 of {plan.phases[1].steps:,}" in said
+    assert f"{begun:,} of {plan.steps:,}" in said
     signals.append(signal.SIGINT)
     view.update(step(plan.phases[1].first_step + 1))
     console.print(view.render())

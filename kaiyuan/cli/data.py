@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -126,25 +126,30 @@ def convert(
 
     Example: kaiyuan convert --input data/phase3 --output out/phase3 --tokenizer tok --order rank
     """
-    from kaiyuan.data.convert import plan_conversion, run_conversion
+    from kaiyuan.data import convert as verb
     from kaiyuan.data.describe import describe_manifest, describe_plan
 
-    plan = plan_conversion(
+    options: dict[str, Any] = {
+        "order": order,
+        "eod": eod,
+        "encoder": encoder,
+        "special_text": special_text,
+        "text_column": text_column,
+        "rank_column": rank_column,
+    }
+    if dry_run:
+        summary = verb.plan_conversion(input, output, tokenizer, **options).summary(single)
+        typer.echo(json.dumps(summary, indent=1) if as_json else describe_plan(summary))
+        return
+    manifest = verb.convert(
         input,
         output,
         tokenizer,
-        order=order,
-        eod=eod,
-        encoder=encoder,
-        special_text=special_text,
-        text_column=text_column,
-        rank_column=rank_column,
+        workers=workers,
+        executor=executor,
+        single=single,
+        **options,
     )
-    if dry_run:
-        summary = plan.summary(single)
-        typer.echo(json.dumps(summary, indent=1) if as_json else describe_plan(summary))
-        return
-    manifest = run_conversion(plan, workers=workers, executor=executor, single=single)
     text = {key: manifest[key] for key in ("counts", "order", "dtype", "eod", "encoder")}
     typer.echo(json.dumps(text, indent=1) if as_json else describe_manifest(output, manifest))
 

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kaiyuan import __version__
-from kaiyuan.data.executors import ExecutorName, count_cores, run_units
+from kaiyuan.data.executors import ExecutorName, UnitExecutor, unit_executor
 from kaiyuan.data.indexed import id_dtype
 from kaiyuan.data.inputs import InputFile, find_inputs, read_rows
 from kaiyuan.data.order import Order, OrderKind, order_by_rank, order_hash
@@ -51,7 +51,6 @@ from kaiyuan.progress import ConversionProgress
 
 PLAN = "plan.json"
 FORMAT = 1  # raise it when the bytes of a shard would change for the same input
-_WORTH_A_PROCESS = 16 << 20  # bytes of text; below, starting a process takes longer than the work
 _SAMPLE_PARTS, _SAMPLE_CHARS = 8, 100_000
 
 
@@ -119,6 +118,7 @@ def plan_conversion(
     special_text: SpecialText = "parse",
     text_column: str = "text",
     rank_column: str = "rank",
+    executor: UnitExecutor | None = None,
 ) -> Conversion:
     """Check everything that can be checked before the first byte is written.
 
@@ -133,17 +133,23 @@ def plan_conversion(
         special_text: see `SpecialText`.
         text_column: name of the text.
         rank_column: name of the rank.
+        executor: gets ready as soon as it is known how much there is to do.
 
     Raises:
         UserError: anything wrong with the input, the tokenizer or the options.
     """
     files = find_inputs(inputs, text_column, rank_column)
     order = _check_order(files, order, rank_column)
+    if executor is not None:
+        text_bytes = sum(sum(file.text_bytes) for file in files)
+        executor.start(Path(tokenizer), encoder, special_text, text_bytes)
     info = load_tokenizer(Path(tokenizer))
     eod_id = info.id_of(eod)
     units = cut_units(files)
     sample = _sample(files, units, text_column)
-    choice = choose_encoder(info, encoder, special_text, sample)
+    choice = choose_encoder(
+        info, encoder, special_text, sample, executor.pool if executor else None
+    )
     rank = None if order == "file" else rank_column
     identity = {
         "format": FORMAT,
@@ -207,18 +213,12 @@ def convert(
     Raises:
         UserError: see `plan_conversion`; also too little disk, or an output of something else.
     """
-    plan = plan_conversion(inputs, output, tokenizer, **options)
-    return run_conversion(plan, workers=workers, executor=executor, single=single)
+    with unit_executor(executor, workers) as units:
+        plan = plan_conversion(inputs, output, tokenizer, executor=units, **options)
+        return _run_conversion(plan, units, single)
 
 
-def run_conversion(
-    plan: Conversion,
-    *,
-    workers: int | None = None,
-    executor: ExecutorName = "local",
-    single: bool = False,
-) -> dict[str, Any]:
-    """Carry out a plan; see `convert`."""
+def _run_conversion(plan: Conversion, executor: UnitExecutor, single: bool) -> dict[str, Any]:
     if plan.encoder_note:
         print(f"convert: using the slower encoder: {plan.encoder_note}", file=sys.stderr)
     folder = plan.job.folder
@@ -229,7 +229,7 @@ def run_conversion(
         finished = _begin(plan)
         if finished is not None and (finished["single"] is not None or not single):
             return finished
-        records = _run_missing(plan, workers or count_cores(executor), executor)
+        records = _run_missing(plan, executor)
         for file in plan.files:
             check_unchanged(file)
         return _finish(plan, records, single)
@@ -358,16 +358,15 @@ def _check_same_content(plan: Conversion, file: InputFile) -> None:
         )
 
 
-def _run_missing(plan: Conversion, workers: int, executor: ExecutorName) -> list[dict[str, Any]]:
+def _run_missing(plan: Conversion, executor: UnitExecutor) -> list[dict[str, Any]]:
     """Run the units that have no record yet; return all records in order."""
     records = {unit.number: read_record(plan.job, unit) for unit in plan.units}
     missing = [unit for unit in plan.units if records[unit.number] is None]
     sizes = {unit.number: plan.bytes_of(unit) for unit in plan.units}
     total = sum(sizes.values())
     left = sum(sizes[unit.number] for unit in missing)
-    workers = min(workers, 1 + left // _WORTH_A_PROCESS)
     with ConversionProgress(total, total - left) as progress:
-        for record in run_units(plan.job, missing, plan.files, workers, executor):
+        for record in executor.run(plan.job, missing, plan.files):
             number = record["unit"]["number"]
             records[number] = record
             progress.add(sizes[number], record["counts"])

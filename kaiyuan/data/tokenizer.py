@@ -10,7 +10,7 @@ import json
 import shutil
 import tempfile
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import BrokenExecutor, Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -276,26 +276,49 @@ class EncoderChoice:
 
 
 def choose_encoder(
-    info: TokenizerInfo, wanted: EncoderName, special_text: SpecialText, sample: Sequence[str]
+    info: TokenizerInfo,
+    wanted: EncoderName,
+    special_text: SpecialText,
+    sample: Sequence[str],
+    pool: Executor | None = None,
 ) -> EncoderChoice:
-    """Take ``fast`` if it is wanted and gives the ids of ``hf`` on every text of the sample."""
+    """Take ``fast`` if it is wanted and gives the ids of ``hf`` on every text of the sample.
 
-    def encode_with(name: EncoderName) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
-        return load_encoder(info.folder, info.json_sha256, name, special_text).encode(sample)
-
-    # fastokens takes a second to load Qwen's vocabulary: meanwhile the other one encodes.
-    with ThreadPoolExecutor(1) as pool:
-        promise = pool.submit(encode_with, "fast") if wanted == "fast" else None
-        ids, lengths = encode_with("hf")
+    Args:
+        info: the tokenizer.
+        wanted: name of the encoder.
+        special_text: see `SpecialText`.
+        sample: texts.
+        pool: runs the fast encoder meanwhile, which takes a second to load Qwen's vocabulary; a
+            thread where there is none.
+    """
+    task = (info.folder.absolute(), info.json_sha256)
+    promise = None
+    with ThreadPoolExecutor(1) as thread:
+        if wanted == "fast":
+            promise = (pool or thread).submit(_encode, *task, "fast", special_text, sample)
+        ids, lengths = _encode(*task, "hf", special_text, sample)
         if promise is None:
             return EncoderChoice("hf", "", len(ids))
         try:
             fast_ids, fast_lengths = promise.result()
+        except BrokenExecutor:
+            raise
         except Exception as error:  # whatever fastokens raises for a tokenizer that it cannot do
             return EncoderChoice("hf", f"fastokens cannot use this tokenizer: {error}", len(ids))
     if not (np.array_equal(ids, fast_ids) and np.array_equal(lengths, fast_lengths)):
         return EncoderChoice("hf", "fastokens gives other ids on this input", len(ids))
     return EncoderChoice("fast", "", len(ids))
+
+
+def _encode(
+    folder: Path,
+    json_sha256: str,
+    name: EncoderName,
+    special_text: SpecialText,
+    texts: Sequence[str],
+) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
+    return load_encoder(folder, json_sha256, name, special_text).encode(texts)
 
 
 def _read_json(path: Path) -> Any:

@@ -11,6 +11,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from kaiyuan.data import convert as convert_module
+from kaiyuan.data import executors
 from kaiyuan.data.convert import convert, plan_conversion
 from kaiyuan.data.indexed import IndexedReader
 from kaiyuan.data.phase import ConvertedPhase
@@ -97,7 +98,7 @@ def summary_of(manifest):
 
 
 def test_workers_do_not_change_a_byte(ranked, small, tmp_path, monkeypatch):
-    monkeypatch.setattr(convert_module, "_WORTH_A_PROCESS", 1)
+    monkeypatch.setattr(executors, "_WORTH_A_PROCESS", 1)
     manifests = [
         convert([ranked], tmp_path / str(n), small.folder, order="rank", workers=n) for n in (1, 2)
     ]
