@@ -115,11 +115,11 @@
     drawSteps(svg, box, x, low, high);
     drawResumes(svg, box, x, low, high);
     const inside = add(svg, "g", { "clip-path": `url(#${clip})` });
-    for (const s of series) drawSeries(inside, s, x, y, low, high);
+    for (const s of series) drawSeries(inside, svg, s, x, y, low, high);
     drawMarks(svg, chart, box, y, range);
     const cursor = add(svg, "line", { class: "cursor", y1: box.top, y2: box.bottom, hidden: "" });
     cursor.style.display = "none";
-    drawLegend(figure, chart, series);
+    drawLegend(figure, series, number === 0);
     drawn[number] = { box, low, high, series, cursor, svg, figure, chart, width };
     listen(svg, number);
   }
@@ -203,7 +203,7 @@
     });
   }
 
-  function drawSeries(parent, s, x, y, low, high) {
+  function drawSeries(inside, svg, s, x, y, low, high) {
     let path = "";
     let points = 0;
     s.px.forEach((value, i) => {
@@ -216,11 +216,11 @@
     // More points than pixels make a surface, which must not hide the mean on it.
     const dense = points > Math.abs(x(high) - x(low)) ? "dense" : "";
     const line = { class: `line ${s.style} ${dense} c${s.color % 8}`, d: path };
-    add(parent, "path", { ...line, "data-series": s.name, "data-points": points });
+    add(inside, "path", { ...line, "data-series": s.name, "data-points": points });
     if (s.style !== "points" && points > 1) return;
     s.px.forEach((value, i) => {
       if (value < low || value > high) return;
-      add(parent, "circle", { class: `dot c${s.color % 8}`, cx: x(value), cy: y(s.y[i]), r: 3 });
+      add(svg, "circle", { class: `dot c${s.color % 8}`, cx: x(value), cy: y(s.y[i]), r: 3 });
     });
   }
 
@@ -234,11 +234,11 @@
     }
   }
 
-  function drawLegend(figure, chart, series) {
+  function drawLegend(figure, series, resumes) {
     const legend = figure.querySelector(".legend");
     legend.replaceChildren();
     const keys = series.map((s) => [s.name, `line ${s.style} c${s.color % 8}`]);
-    if (page.axes.some((run) => run.resumes.length)) keys.push(["went on here", "resume"]);
+    if (resumes && page.axes.some((run) => run.resumes.length)) keys.push(["went on here", "resume"]);
     for (const [name, style] of keys) {
       const key = document.createElement("span");
       key.className = "key";
