@@ -42,7 +42,8 @@ COLUMNS = (
 )
 # A loss is compared with the median of so many steps before it, at least so many.
 _WINDOW, _ENOUGH = 100, 10
-# The launcher hears of a step at most so often, beside those that are due for a line in a log.
+# The launcher hears of a step at most so often, beside those that are due for a line in a log and
+# the last of a phase.
 _SHOW_SECONDS = 0.5
 _LAYOUT = (
     "world_size",
@@ -161,8 +162,9 @@ class _Recorder:
         speed: dict[str, float],
     ) -> None:
         due = iteration % self.args.log_interval == 0
+        ends = (*(self.args.phase_transition_iterations or ()), self.args.train_iters)
         now = time.perf_counter()
-        if not due and now - self.last_shown < _SHOW_SECONDS:
+        if not due and iteration not in ends and now - self.last_shown < _SHOW_SECONDS:
             return
         self.last_shown = now
         step = {
