@@ -119,20 +119,20 @@ def train(
 
 @app.command()
 def report(
-    run: Annotated[Path, typer.Argument(help="Folder of a run.")],
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs.")],
+    output: Annotated[
+        Path | None,
+        typer.Option(help="The page; default: RUN/report.html, of several runs comparison.html."),
+    ] = None,
 ) -> None:
-    """Show the phases of a run as a table and draw its loss curve.
+    """Show the phases of runs as tables, and write one HTML page of a run, or that compares them.
 
-    Example: kaiyuan report toy/run
+    The run may still be going. Example: kaiyuan report toy/run
     """
-    from rich.console import Console
+    from kaiyuan.report.verb import report as verb
 
-    from kaiyuan.report import draw_losses, phase_table
-
-    Console().print(phase_table(run))
-    picture = run / "loss.png"
-    draw_losses(run, picture)
-    typer.echo(f"loss curve: {picture}")
+    for line in verb(runs, output):
+        typer.echo(line)
 
 
 @app.command()

@@ -18,8 +18,9 @@ from megatron.training.argument_utils import (
 )
 from torch import Tensor
 
+from kaiyuan.data.ends import build_ends
 from kaiyuan.data.phase import ConvertedPhase
-from kaiyuan.data.samples import OrderedDataset, build_ends
+from kaiyuan.data.samples import OrderedDataset
 from kaiyuan.errors import UserError
 from kaiyuan.megatron import arguments, cpu, fallbacks, layers, loss, measure, mends, nodes, records
 
