@@ -268,7 +268,8 @@ class Stopwatch:
 
     def __init__(self, steps: int, profile: bool) -> None:
         self.steps, self.profile = steps, profile
-        self.ends: list[Any] = []  # an event after each step
+        self.ends: list[Any] = []  # after each step, see mark
+        self.samples: list[int] = []  # of each step
         self.loss: Any = None
         self.details: dict[str, Any] = {}
 
@@ -281,14 +282,14 @@ class Stopwatch:
 
     def timed(self, *args: Any, **kwargs: Any) -> Any:
         """Do a step; nothing waits for it, as in a training that seldom logs."""
-        import torch
+        from megatron.core.num_microbatches_calculator import get_current_global_batch_size
 
         if self.profile and len(self.ends) == self.steps + 2:
             return self.profiled(*args, **kwargs)
         out = self.step(*args, **kwargs)
-        self.ends.append(torch.cuda.Event(enable_timing=True))
-        self.ends[-1].record()
-        self.loss = out[0]["lm loss"]
+        self.ends.append(mark())
+        self.samples.append(get_current_global_batch_size())
+        self.loss = out[0].get("lm loss")  # the last stage of a pipeline has it
         return out
 
     def profiled(self, *args: Any, **kwargs: Any) -> Any:
@@ -296,12 +297,20 @@ class Stopwatch:
         import torch
         from torch.profiler import ProfilerActivity, profile
 
+        from kaiyuan.megatron import cpu
+
+        activity = ProfilerActivity.CPU if cpu.is_active() else ProfilerActivity.CUDA
         torch.cuda.synchronize()
-        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        with profile(activities=[activity]) as profiler:
             start = time.perf_counter()
             out = self.step(*args, **kwargs)
             torch.cuda.synchronize()
             wall = time.perf_counter() - start
+        self.details = self.look_into(profiler, wall)
+        return out
+
+    def look_into(self, profiler: Any, wall: float) -> dict[str, Any]:
+        """Return what a profiled step says; it took ``wall`` seconds."""
         events = [(e.key, e.self_device_time_total / 1e3, e.count) for e in profiler.key_averages()]
         kinds: dict[str, float] = {}
         for name, ms, _ in events:
@@ -309,8 +318,14 @@ class Stopwatch:
             kinds[kind] = kinds.get(kind, 0.0) + ms
         kinds["idle"] = wall * 1e3 - sum(kinds.values())
         top = sorted(events, key=lambda event: -event[1])[:45]
-        self.details = {"profile": kinds, "kernels": [(n[:130], ms, c) for n, ms, c in top]}
-        return out
+        return {"profile": kinds, "kernels": [(n[:130], ms, c) for n, ms, c in top]}
+
+    def seconds(self) -> list[float]:
+        """Return how long each step took, but for the first."""
+        if hasattr(self.ends[-1], "synchronize"):
+            self.ends[-1].synchronize()
+            return [a.elapsed_time(b) / 1e3 for a, b in pairwise(self.ends)]
+        return [b - a for a, b in pairwise(self.ends)]
 
     def result(self) -> dict[str, Any]:
         """Return the median of the measured steps as rates."""
@@ -318,8 +333,7 @@ class Stopwatch:
         from megatron.training.training import num_floating_point_operations
 
         args = get_args()
-        self.ends[-1].synchronize()
-        steps = [a.elapsed_time(b) / 1e3 for a, b in pairwise(self.ends[1:])]
+        steps = self.seconds()[1:]
         seconds = statistics.median(steps)
         flops = num_floating_point_operations(args, args.global_batch_size)
         return {
@@ -329,6 +343,19 @@ class Stopwatch:
             "loss": float(self.loss.flatten()[0]),
             **self.details,
         }
+
+
+def mark() -> Any:
+    """Return an event of the device that comes after all work so far; on a CPU the time."""
+    import torch
+
+    from kaiyuan.megatron import cpu
+
+    if cpu.is_active():
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
 
 def random_samples(length: int, vocab_size: int) -> Any:
