@@ -86,7 +86,7 @@ def run(jobs: Sequence[Job], logs: Path, limit: float) -> list[list[dict[str, An
     try:
         while any(p.poll() is None for ranks in processes for p in ranks):
             late = time.monotonic() > deadline
-            for i, (job, ranks) in enumerate(zip(jobs, processes, strict=True)):
+            for i, ranks in enumerate(processes):
                 running = [p for p in ranks if p.poll() is None]
                 wrong = any(p.returncode for p in ranks)
                 if running and (late or wrong):
@@ -149,8 +149,9 @@ def _results(
         return [lines[-1] for lines in found]
     # Those that were ended because another failed have nothing to say.
     rank = next((i for i, code in enumerate(codes) if code and code > 0), 0)
-    print("\n".join(texts[rank].splitlines()[-25:]), file=sys.stderr, flush=True)
-    errors = [x for x in texts[rank].splitlines() if re.match(r"\S*(Error|Exception)\b", x)]
+    lines = [re.sub(r"^\[rank\d+\]: ?", "", line)[:300] for line in texts[rank].splitlines()]
+    print("\n".join(lines[-12:]), file=sys.stderr, flush=True)
+    errors = [line for line in lines if re.match(r"\S*(Error|Exception)\b", line)]
     return Failed(f"rank {rank}: {errors[-1][:200] if errors else f'exit code {codes[rank]}'}")
 
 

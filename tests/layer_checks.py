@@ -78,6 +78,35 @@ def merge_over_ranks() -> None:
     torch.testing.assert_close(lse - target, exact)
 
 
+def split_sequence() -> None:
+    """Two ranks with half of a sequence each give what one gives with all of it."""
+    from megatron.core.utils import get_batch_on_this_cp_rank
+
+    rank = int(os.environ["RANK"])
+    start_group(rank, 2)
+    ranks = torch.distributed.group.WORLD
+    torch.manual_seed(0)
+    whole = [torch.randn(16, 2, heads, 8, dtype=torch.double) for heads in (4, 2, 2)]
+    weight = torch.randn(16, 2, 32, dtype=torch.double)
+
+    def part(x: torch.Tensor) -> torch.Tensor:
+        named = {"x": x.detach().transpose(0, 1)}
+        split = get_batch_on_this_cp_rank(named, is_hybrid_cp=False, cp_group=ranks)
+        return split["x"].transpose(0, 1)
+
+    core = attention()
+    for x in whole:
+        x.requires_grad_()
+    out = core(*whole, None)
+    grads = torch.autograd.grad((out * weight).sum(), whole)
+    core.ranks = ranks
+    mine = [part(x).requires_grad_() for x in whole]
+    my_out = core(*mine, None)
+    my_grads = torch.autograd.grad((my_out * part(weight)).sum(), mine)
+    for ours, theirs in zip((my_out, *my_grads), (out, *grads), strict=True):
+        torch.testing.assert_close(ours, part(theirs))
+
+
 def checkpoint_names() -> None:
     """A checkpoint names the norms as TransformerEngine's layers do, which fuse them."""
     from megatron.core import parallel_state

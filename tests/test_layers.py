@@ -36,8 +36,9 @@ def test_check(check):
     assert process.returncode == 0, out
 
 
-def test_ranks_with_parts_of_the_vocabulary_agree(tmp_path):
-    ranks = [start("merge_over_ranks", RANK=str(r), STORE=str(tmp_path / "store")) for r in (0, 1)]
+@pytest.mark.parametrize("check", ["merge_over_ranks", "split_sequence"])
+def test_ranks_with_parts_of_the_vocabulary_or_the_sequence_agree(check, tmp_path):
+    ranks = [start(check, RANK=str(r), STORE=str(tmp_path / "store")) for r in (0, 1)]
     for process in ranks:
         out, _ = process.communicate()
         assert process.returncode == 0, out
