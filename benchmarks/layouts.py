@@ -74,6 +74,7 @@ def main() -> None:
     parser.add_argument("--layouts", nargs="+", help="DP 2, DP 4, DP 8, TP 2, PP 2, ...")
     parser.add_argument("--steps", type=int, default=52)
     parser.add_argument("--batch", type=int, default=16, help="sequences a step")
+    parser.add_argument("--at-once", type=int, default=1, help="layouts that share the GPUs")
     parser.add_argument("--limit", type=int, default=90, help="seconds a training")
     parser.add_argument("--scratch", type=Path, help="folder for checkpoints and logs")
     parser.add_argument("--output", type=Path, default=Path("curves.csv"))
@@ -106,14 +107,15 @@ def train_all(args: argparse.Namespace) -> None:
         [Run(start, save=True, stop=START), Run(OTHER, seed=1235)],
         [Run(REFERENCE, load=start), Run(AGAIN, load=start)],
     ]
-    for name in args.layouts or default_layouts(gpus):
-        if name == RESUMED:
-            middle = args.steps // 2
-            rows.append([Run(name, "PP 2", 2, load="TP 2", load_step=middle)])
-        else:
-            size = int(name.split()[1])
+    names = args.layouts or default_layouts(gpus)
+    runs = []
+    for name in names:
+        if name != RESUMED:
             layout = "DP" if name.startswith("DP") else name
-            rows.append([Run(name, layout, size, load=start, save=name == "TP 2")])
+            runs.append(Run(name, layout, int(name.split()[1]), start, save=name == "TP 2"))
+    rows += [runs[i : i + args.at_once] for i in range(0, len(runs), args.at_once)]
+    if RESUMED in names:
+        rows.append([Run(RESUMED, "PP 2", 2, "TP 2", load_step=args.steps // 2)])
     curves: dict[str, dict[int, float]] = {}
     for row in rows:
         curves |= train(args, row)
@@ -144,7 +146,7 @@ def train(args: argparse.Namespace, runs: list[Run]) -> dict[str, dict[int, floa
         spied = args.scratch / f"{run.name} samples"
         spied.mkdir(exist_ok=True)
         spy = {} if run.layout.startswith("CP") else {"KAIYUAN_SPY": str(spied)}
-        jobs.append(ranks.Job(run.name, command, run.gpus, i, spy))
+        jobs.append(ranks.Job(run.name, command, run.gpus, i if run.gpus == 1 else 0, spy))
     began = time.monotonic()
     answers = ranks.run(jobs, args.scratch / "logs", args.limit)
     curves = {}

@@ -13,6 +13,7 @@ profiler. Tokens are random; the output says:
     exposed     share of the profiled step in which a communication kernel ran and nothing else;
                 the wait of a pipeline's stages for each other is in it
     busy comm.  share in which a communication kernel ran at all
+    GB/s        that each rank receives while all gather a large tensor, after the training
 
 On a CPU, --gpus 2 --model toy --batch 8 --micro-batch 2 tries this program over gloo.
 """
@@ -96,6 +97,7 @@ def all_layouts(model: dict[str, Any]) -> dict[str, Layout]:
         "TP 2 micro x2": Layout(tensor=2, micro_batch_factor=2),
         "PP 2 even": Layout(pipeline=2),
         "PP 2 virtual 2 micro x0.5": Layout(staged(2, 2), pipeline=2, micro_batch_factor=0.5),
+        "PP 2 virtual 2 connections 8": Layout(staged(2, 2), pipeline=2, environment=queues),
         "PP 2 virtual 3": Layout(staged(2, 3), pipeline=2),
     }
     return {**standard, **settings}
@@ -162,8 +164,8 @@ def measure_all(args: argparse.Namespace) -> None:
     if unknown := [name for name in names if name not in known]:
         sys.exit(f"there is no layout {unknown[0]!r}; there are {', '.join(known)}")
     print("| layout | GPUs | micro-batch | global batch | tokens/s a GPU | efficiency ", end="")
-    print("| step, s | peak GiB | exposed | busy comm. | loss | started after |")
-    print("|---" * 12 + "|", flush=True)
+    print("| step, s | peak GiB | exposed | busy comm. | loss | started after | GB/s |")
+    print("|---" * 13 + "|", flush=True)
     baseline = 0.0
     args.output.parent.mkdir(parents=True, exist_ok=True)
     with args.output.open("w") as out:
@@ -218,6 +220,7 @@ def together(answers: list[dict[str, Any]]) -> dict[str, Any]:
         "communication": statistics.mean(answer["communication"] for answer in answers),
         "busy": [answer["busy"] for answer in answers],
         "start": max(answer["start"] for answer in answers),
+        "bandwidth": answers[0]["bandwidth"],
         "loss": losses[0] if losses else None,
         "steps": [answer["steps"] for answer in answers],
     }
@@ -235,7 +238,8 @@ def table_rows(result: dict[str, Any], baseline: float) -> Iterator[str]:
             f"{head} {result['micro_batch']} | {row['batch']} | {row['rate']:.0f} | {efficiency} "
             f"| {row['seconds']:.3f} | {max(result['peak_gib']):.1f} "
             f"| {100 * result['exposed']:.1f}% | {100 * result['communication']:.1f}% "
-            f"| {result['loss']:.4f} | {result['start']:.0f} s |"
+            f"| {result['loss']:.4f} | {result['start']:.0f} s "
+            f"| {result['bandwidth'] or 0:.0f} |"
         )
 
 
@@ -270,7 +274,29 @@ class Stopwatch(bench.Stopwatch):
             "exposed": summary.exposed_communication / wall,
             "communication": summary.communication / wall,
             "busy": {**summary.busy, "idle": wall - summary.span + summary.idle, "wall": wall},
+            "bandwidth": bandwidth(),
         }
+
+
+def bandwidth() -> float | None:
+    """Return what each rank receives while all gather a large tensor, in GB/s; None for one."""
+    import torch
+
+    from kaiyuan.megatron import cpu
+
+    ranks_in_all = torch.distributed.get_world_size()
+    if ranks_in_all == 1:
+        return None
+    part = torch.zeros(2**20 if cpu.is_active() else 2**28, dtype=torch.uint8, device="cuda")
+    whole = part.new_empty(ranks_in_all * part.numel())
+    seconds = []
+    for _ in range(5):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        torch.distributed.all_gather_into_tensor(whole, part)
+        torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+    return (ranks_in_all - 1) * part.numel() / min(seconds) / 1e9
 
 
 def work(args: argparse.Namespace) -> None:

@@ -78,8 +78,7 @@ def memory_table(arguments: Arguments, data_parallel: int) -> dict[str, int]:
 
     Args:
         arguments: of the phase.
-        data_parallel: number of ranks that share the optimizer states: the data-parallel ones times
-            the context-parallel ones.
+        data_parallel: number of data-parallel ranks.
     """
     a = arguments
     tp = a.get("tensor_model_parallel_size", 1)
@@ -114,7 +113,7 @@ def _layer_activations(a: Arguments) -> int:
     whole = 4 * hidden
     token = split / tp + whole / (tp if a.get("sequence_parallel") else 1)
     # The first stage holds as many micro-batches as there are stages: pp x layers / pp.
-    tokens = a["micro_batch_size"] * a["seq_length"] / a.get("context_parallel_size", 1)
+    tokens = a["micro_batch_size"] * a["seq_length"]
     width = 2 if a.get("bf16") or a.get("fp16") else 4
     return round(tokens * a["num_layers"] / pp * pp * token * width)
 
@@ -123,8 +122,7 @@ def _logits(a: Arguments) -> int:
     """Return the bytes of the logits, in the model's type and once in fp32."""
     entries = a["micro_batch_size"] * a["seq_length"] * padded_vocab_size(a)
     width = 2 if a.get("bf16") or a.get("fp16") else 4
-    split = a.get("tensor_model_parallel_size", 1) * a.get("context_parallel_size", 1)
-    return round(entries * (width + 4) / split)
+    return round(entries * (width + 4) / a.get("tensor_model_parallel_size", 1))
 
 
 def checkpoint_bytes(arguments: Arguments) -> int:
