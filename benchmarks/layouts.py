@@ -34,6 +34,7 @@ import ranks
 from scaling import all_layouts
 
 from kaiyuan.config import load_params, to_argv
+from kaiyuan.data.phase import ConvertedPhase
 
 START = 2  # steps before the common checkpoint
 REFERENCE, AGAIN, OTHER = "1 GPU", "1 GPU again", "1 GPU, other seed"
@@ -98,7 +99,11 @@ def train_all(args: argparse.Namespace) -> None:
     args.scratch.mkdir(parents=True, exist_ok=True)
     params = load_params(args.model)
     length = params.model["seq_length"]
-    if not args.data:
+    if args.data:
+        tokens_in_all = ConvertedPhase.open(args.data).num_tokens
+        if tokens_in_all <= args.steps * args.batch * length:
+            sys.exit(f"{args.data} has {tokens_in_all} tokens, too few for {args.steps} steps")
+    else:
         count = args.steps * args.batch * length + 1
         tokens = loss_curve.read_tokens(count, params.model["vocab_size"])
         np.save(args.scratch / "text.npy", tokens)
@@ -204,7 +209,6 @@ def ordered_samples(args: argparse.Namespace, length: int) -> Any:
     """Return the samples of the data, or of the text, in their order."""
     import torch
 
-    from kaiyuan.data.phase import ConvertedPhase
     from kaiyuan.data.samples import OrderedDataset
 
     if args.data:

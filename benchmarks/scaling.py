@@ -23,6 +23,7 @@ import dataclasses
 import json
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -140,13 +141,18 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=32, help="sequences a step of the baseline")
     parser.add_argument("--steps", type=int, default=3, help="measured, of each global batch")
     parser.add_argument("--limit", type=int, default=100, help="seconds a measurement")
+    parser.add_argument("--logs", type=Path, help="folder; not kept, unless given")
     parser.add_argument("--output", type=Path, default=Path("scaling.jsonl"))
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
         work(args)
-    else:
+    elif args.logs:
         measure_all(args)
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            args.logs = Path(folder)
+            measure_all(args)
 
 
 def all_layouts_names() -> list[str]:
@@ -192,7 +198,7 @@ def measure(args: argparse.Namespace, name: str, layout: Layout, gpus: int) -> l
         ranks.Job(f"{name} on {i}", command, size, i, dict(layout.environment))
         for i in range(gpus if alone else 1)
     ]
-    found = ranks.run(jobs, args.output.parent / "logs", args.limit)
+    found = ranks.run(jobs, args.logs, args.limit)
     label = name if alone or size == 2 or name == "TP 2 PP 2" else f"{name}, {gpus} GPUs"
     results = []
     for i, answer in enumerate(found):

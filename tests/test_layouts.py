@@ -1,4 +1,4 @@
-"""Data, tensor, pipeline and context parallelism give the curve of one process, from a common start."""
+"""All kinds of parallelism give the curve of one process, from a common start."""
 
 import shutil
 
