@@ -50,6 +50,7 @@ class Layout:
         tensor, pipeline, context: parallel sizes; the rest of the GPUs is data parallel.
         micro_batch_factor: times the micro-batch of the baseline.
         environment: of the processes.
+        overlap: whether the communication of data parallelism overlaps with the passes.
     """
 
     arguments: tuple[str, ...] = ()
@@ -81,7 +82,7 @@ def all_layouts(model: dict[str, Any]) -> dict[str, Layout]:
 
     queues = (("CUDA_DEVICE_MAX_CONNECTIONS", "8"),)
     standard = {
-        BASELINE: Layout(),
+        BASELINE: Layout(overlap=False),
         "DP": Layout(),
         "TP 2": Layout(tensor=2),
         "PP 2": Layout(staged(2), pipeline=2),
@@ -90,7 +91,7 @@ def all_layouts(model: dict[str, Any]) -> dict[str, Layout]:
         "TP 2 PP 2": Layout(staged(2), tensor=2, pipeline=2),
     }
     settings = {
-        "1 GPU micro x2": Layout(micro_batch_factor=2),
+        "1 GPU micro x2": Layout(micro_batch_factor=2, overlap=False),
         "DP no overlap": Layout(overlap=False),
         "DP connections 8": Layout(environment=queues),
         "DP bucket 200M": Layout(("--ddp-bucket-size=200000000",)),
