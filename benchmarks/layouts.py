@@ -96,7 +96,8 @@ def train_all(args: argparse.Namespace) -> None:
     gpus = args.gpus or ranks.num_gpus()
     if gpus < 2:
         sys.exit("two GPUs are needed; --gpus 2 --model toy tries this program on a CPU")
-    args.scratch.mkdir(parents=True, exist_ok=True)
+    for folder in (args.scratch, args.output.parent):
+        folder.mkdir(parents=True, exist_ok=True)
     params = load_params(args.model)
     length = params.model["seq_length"]
     if args.data:

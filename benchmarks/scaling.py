@@ -50,6 +50,7 @@ class Layout:
         tensor, pipeline, context: parallel sizes; the rest of the GPUs is data parallel.
         micro_batch_factor: times the micro-batch of the baseline.
         environment: of the processes.
+        plain: without our overlap of tensor parallelism.
         overlap: whether the communication of data parallelism overlaps with the passes.
     """
 
@@ -60,6 +61,7 @@ class Layout:
     micro_batch_factor: float = 1
     environment: tuple[tuple[str, str], ...] = ()
     overlap: bool = True
+    plain: bool = False
 
     def fits(self, gpus: int) -> bool:
         """Return whether so many GPUs can be split in this way."""
@@ -96,6 +98,7 @@ def all_layouts(model: dict[str, Any]) -> dict[str, Layout]:
         "DP connections 8": Layout(environment=queues),
         "DP bucket 200M": Layout(("--ddp-bucket-size=200000000",)),
         "DP micro x2": Layout(micro_batch_factor=2),
+        "TP 2 plain": Layout(tensor=2, plain=True),
         "TP 2 micro x2": Layout(tensor=2, micro_batch_factor=2),
         "PP 2 even": Layout(pipeline=2),
         "PP 2 virtual 2 micro x0.5": Layout(staged(2, 2), pipeline=2, micro_batch_factor=0.5),
@@ -311,9 +314,11 @@ def work(args: argparse.Namespace) -> None:
     began = time.perf_counter()
     import torch
 
-    from kaiyuan.megatron import pretrain
+    from kaiyuan.megatron import overlap, pretrain
 
     layout = all_layouts(load_params(args.model).model)[args.worker]
+    if layout.plain:
+        overlap.install = lambda: None
     batches = [args.batch]
     if not args.worker.startswith(BASELINE):
         batches.append(args.batch * args.gpus)
