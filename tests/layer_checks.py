@@ -107,6 +107,38 @@ def split_sequence() -> None:
         torch.testing.assert_close(ours, part(theirs))
 
 
+def overlapped_products() -> None:
+    """Three ranks with parts of the sequence give what Megatron's linear layers give."""
+    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core.model_parallel_config import ModelParallelConfig
+
+    from kaiyuan.megatron import overlap
+
+    rank = int(os.environ["RANK"])
+    start_group(rank, 3)
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=3)
+    tensor_parallel.model_parallel_cuda_manual_seed(0)
+    config = ModelParallelConfig(
+        tensor_model_parallel_size=3, sequence_parallel=True, use_cpu_initialization=True
+    )
+    options = {"config": config, "init_method": torch.nn.init.normal_, "bias": False}
+    column = tensor_parallel.ColumnParallelLinear(24, 42, **options)
+    options |= {"input_is_parallel": True, "skip_bias_add": True}
+    row = tensor_parallel.RowParallelLinear(42, 24, **options)
+    x = torch.randn(5, 2, 24, requires_grad=True)
+    weight = torch.randn(5, 2, 24)
+
+    def results() -> tuple[torch.Tensor, ...]:
+        out, _ = row(torch.tanh(column(x)[0]))
+        return out, *torch.autograd.grad((out * weight).sum(), [x, column.weight, row.weight])
+
+    theirs = results()
+    overlap.install()
+    assert "_Summed" in row(torch.tanh(column(x)[0]))[0].grad_fn.name()
+    for ours, expected in zip(results(), theirs, strict=True):
+        torch.testing.assert_close(ours, expected)
+
+
 def checkpoint_names() -> None:
     """A checkpoint names the norms as TransformerEngine's layers do, which fuse them."""
     from megatron.core import parallel_state

@@ -36,9 +36,13 @@ def test_check(check):
     assert process.returncode == 0, out
 
 
-@pytest.mark.parametrize("check", ["merge_over_ranks", "split_sequence"])
-def test_ranks_with_parts_of_the_vocabulary_or_the_sequence_agree(check, tmp_path):
-    ranks = [start(check, RANK=str(r), STORE=str(tmp_path / "store")) for r in (0, 1)]
+@pytest.mark.parametrize(
+    ("check", "number"),
+    [("merge_over_ranks", 2), ("split_sequence", 2), ("overlapped_products", 3)],
+)
+def test_ranks_with_parts_agree(check, number, tmp_path):
+    store = str(tmp_path / "store")
+    ranks = [start(check, RANK=str(rank), STORE=store) for rank in range(number)]
     for process in ranks:
         out, _ = process.communicate()
         assert process.returncode == 0, out

@@ -23,7 +23,7 @@ from torch import Tensor
 from kaiyuan.data.phase import ConvertedPhase
 from kaiyuan.data.samples import OrderedDataset, build_ends
 from kaiyuan.errors import UserError
-from kaiyuan.megatron import arguments, cpu, fallbacks, layers, loss, mends, nodes, records
+from kaiyuan.megatron import arguments, cpu, fallbacks, layers, loss, mends, nodes, overlap, records
 
 
 def loss_function(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -111,6 +111,7 @@ def run(argv: Sequence[str]) -> None:
     else:
         fallbacks.install()
     mends.install()
+    overlap.install()
     args = arguments.parse(argv)
     _check_document_masks(args)
     model_config = gpt_config_from_args(args)
