@@ -26,6 +26,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -256,36 +257,69 @@ def table_rows(result: dict[str, Any], baseline: float) -> Iterator[str]:
 # ---- in the measuring processes ----
 
 
-class Stopwatch(bench.Stopwatch):
-    """Also keeps when the first step began, and what the profiled one says of communication."""
+def make_stopwatch(steps: int) -> Any:
+    """Return a stopwatch that times so many steps and looks into one more."""
+    import torch
+    from megatron.core.num_microbatches_calculator import get_current_global_batch_size
+    from megatron.training import get_args
+    from torch.autograd import DeviceType
+    from torch.profiler import ProfilerActivity, profile
 
-    began = 0.0
+    from kaiyuan.megatron import cpu, measure
 
-    def timed(self, *args: Any, **kwargs: Any) -> Any:
-        """Do a step."""
-        self.began = self.began or time.perf_counter()
-        return super().timed(*args, **kwargs)
+    class Stopwatch(measure.Stopwatch):
+        began = 0.0  # when the first step did
+        details: dict[str, Any]
 
-    def look_into(self, profiler: Any, wall: float) -> dict[str, Any]:
-        """Return the shares of a profiled step that took ``wall`` seconds."""
-        from torch.autograd import DeviceType
+        def __init__(self) -> None:
+            super().__init__(0)
+            self.samples: list[int] = []  # of each step
 
-        from kaiyuan.megatron import cpu
+        def steps_to_measure(self) -> int:
+            return int(get_args().train_iters) - measure.WARM_UP
 
-        device = DeviceType.CPU if cpu.is_active() else DeviceType.CUDA
-        summary = trace.summarize(
-            [
-                (e.name(), e.start_ns() / 1e9, (e.start_ns() + e.duration_ns()) / 1e9, 0)
-                for e in profiler.profiler.kineto_results.events()
-                if e.device_type() == device and not e.name().startswith("ProfilerStep")
-            ]
-        )
-        return {
-            "exposed": summary.exposed_communication / wall,
-            "communication": summary.communication / wall,
-            "busy": {**summary.busy, "idle": wall - summary.span + summary.idle, "wall": wall},
-            "bandwidth": bandwidth(),
-        }
+        def timed(self, *args: Any, **kwargs: Any) -> Any:
+            self.began = self.began or time.perf_counter()
+            self.samples.append(get_current_global_batch_size())
+            if len(self.ends) < steps:
+                return super().timed(*args, **kwargs)
+            on_cpu = cpu.is_active()
+            torch.cuda.synchronize()
+            with profile(
+                activities=[ProfilerActivity.CPU if on_cpu else ProfilerActivity.CUDA]
+            ) as profiler:
+                start = time.perf_counter()
+                out = self.step(*args, **kwargs)
+                torch.cuda.synchronize()
+                wall = time.perf_counter() - start
+            kind = DeviceType.CPU if on_cpu else DeviceType.CUDA
+            events = profiler.profiler.kineto_results.events()
+            self.details = shares([e for e in events if e.device_type() == kind], wall)
+            return out
+
+        def seconds(self) -> list[float]:
+            """Return how long each step took, but for the first and the profiled one."""
+            torch.cuda.synchronize()
+            return [measure.between(*pair) for pair in pairwise(self.ends)]
+
+    return Stopwatch()
+
+
+def shares(events: Any, wall: float) -> dict[str, Any]:
+    """Return what the work of a profiled step that took ``wall`` seconds says."""
+    summary = trace.summarize(
+        [
+            (e.name(), e.start_ns() / 1e9, (e.start_ns() + e.duration_ns()) / 1e9, 0)
+            for e in events
+            if not e.name().startswith("ProfilerStep")
+        ]
+    )
+    return {
+        "exposed": summary.exposed_communication / wall,
+        "communication": summary.communication / wall,
+        "busy": {**summary.busy, "idle": wall - summary.span + summary.idle, "wall": wall},
+        "bandwidth": bandwidth(),
+    }
 
 
 def bandwidth() -> float | None:
@@ -314,7 +348,7 @@ def work(args: argparse.Namespace) -> None:
     began = time.perf_counter()
     import torch
 
-    from kaiyuan.megatron import overlap, pretrain
+    from kaiyuan.megatron import measure, overlap, pretrain
 
     layout = all_layouts(load_params(args.model).model)[args.worker]
     if layout.plain:
@@ -323,8 +357,8 @@ def work(args: argparse.Namespace) -> None:
     if not args.worker.startswith(BASELINE):
         batches.append(args.batch * args.gpus)
     steps = WARM_UP + args.steps  # of each global batch
-    watch = Stopwatch(steps * len(batches) - WARM_UP, profile=True)
-    pretrain.provide_datasets = bench.provide_random  # type: ignore[assignment]
+    watch = make_stopwatch(steps * len(batches))
+    pretrain.provide_datasets = measure.provide_random  # type: ignore[assignment]
     watch.install()
     pretrain.run(arguments(args, layout, batches, steps))
     seconds = watch.seconds()  # without the first step
@@ -356,12 +390,12 @@ def arguments(
         models=[args.model],
         micro_batches=[args.micro_batch],
         global_batch=batches[0],
-        steps=steps - WARM_UP,
-        profile=True,
+        steps=0,
+        profile=False,
     )
     argv = [*bench.megatron_arguments(common, []), *layout.argv(), "--num-workers=1"]
     if len(batches) == 1:
-        return argv
+        return [*argv, f"--train-iters={steps + 1}"]  # the last one counts
     for name in ("--global-batch-size", "--train-iters"):
         place = argv.index(name)
         del argv[place : place + 2]

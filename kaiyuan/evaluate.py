@@ -129,6 +129,9 @@ def evaluate(hf_folder: Path, job: Job, index: Any, output: Path) -> dict[str, A
     from lm_eval import simple_evaluate
     from lm_eval.loggers import EvaluationTracker
 
+    from kaiyuan.checkpoint.hf_config import register_variant
+
+    register_variant()
     tracker = EvaluationTracker(output_path=str(output / "lm-eval" / "results.json"))
     found = simple_evaluate(
         model="hf",

@@ -13,32 +13,38 @@ from kaiyuan.errors import UserError
 from kaiyuan.estimate import (
     checkpoint_bytes,
     flops_per_token,
-    memory_table,
     num_parameters,
     parameter_table,
 )
 from kaiyuan.plan import Plan
-
-# What the tables say where nothing better is known; the measurements stand in docs/performance.md.
-DEFAULT_TFLOPS = 450.0
+from kaiyuan.profiling.estimate import Rates, memory_table, step_time
 
 
-def plan_summary(plan: Plan, gpus: int = 1, tflops: float = DEFAULT_TFLOPS) -> dict[str, Any]:
+def plan_summary(
+    plan: Plan, gpus: int = 1, tflops: float | None = None, rates: Rates | None = None
+) -> dict[str, Any]:
     """Return everything that `kaiyuan plan` says, as JSON values.
 
     Args:
         plan: of the training.
         gpus: number of all GPUs.
         tflops: that a GPU is expected to reach, in 10^12 operations a second, counted as
-            `kaiyuan.estimate.flops_per_token` counts.
+            `kaiyuan.estimate.flops_per_token` counts; None to estimate it.
+        rates: of the GPU, for the estimate; those of an H200 by default.
 
     Raises:
         UserError: the batch does not divide among the GPUs.
     """
     a = plan.phases[0].arguments
     tokens = plan.steps * a["global_batch_size"] * a["seq_length"]
-    seconds = tokens * flops_per_token(a) / (gpus * tflops * 1e12)
     layout = batch_layout(a, gpus)
+    operations = tokens * flops_per_token(a)
+    if tflops is None:
+        time = step_time(a, layout["data parallel"], rates)
+        seconds = plan.steps * time.step(layout["micro-batches a step"])
+        tflops = operations / (gpus * seconds * 1e12)
+    else:
+        seconds = operations / (gpus * tflops * 1e12)
     kept = kept_checkpoints(plan)
     return {
         "model": plan.params.name,
@@ -157,7 +163,9 @@ def plan_text(summary: dict[str, Any], plan: Plan) -> Group:
     parameters = _two_columns(f"{s['model']}: parameters", s["parameters"])
     memory = s["memory_bytes_a_gpu"]
     gigabytes = {part: f"{size / 1e9:.1f} GB" for part, size in memory.items()}
-    gigabytes["sum, without 3 to 5 GB of context"] = f"{sum(memory.values()) / 1e9:.1f} GB"
+    gigabytes["sum, without 1 to 3 GB of context and reserve"] = (
+        f"{sum(memory.values()) / 1e9:.1f} GB"
+    )
     return Group(
         parameters,
         _phase_table(s),
@@ -216,7 +224,7 @@ def _time_and_space(s: dict[str, Any]) -> str:
     kinds = ("data parallel", "tensor parallel", "pipeline parallel", "context parallel")
     gpus = math.prod(b[kind] for kind in kinds)
     return (
-        f"{s['hours']:,.1f} hours on {gpus} GPUs at {s['tflops_a_gpu']:g} TFLOP/s each, for "
+        f"{s['hours']:,.1f} hours on {gpus} GPUs at {s['tflops_a_gpu']:.4g} TFLOP/s each, for "
         f"{s['flops_a_token'] / 1e9:.3f} GFLOP a token (forward and backward matrix products, "
         "causal attention counted as half, as Megatron counts)\n"
         f"{number} checkpoints of {each / 1e9:.1f} GB are kept; with the one that is being "

@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib.metadata
+import importlib.util
 import json
 import os
 import shutil
@@ -11,8 +12,9 @@ import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-from kaiyuan.config import MEGATRON_VERSIONS, Params
+from kaiyuan.config import MEGATRON_VERSIONS, Params, to_argv
 from kaiyuan.data.tokenizer import load_tokenizer
 from kaiyuan.data.verify import verify
 from kaiyuan.errors import UserError
@@ -63,6 +65,7 @@ def preflight(
         partial(check_layout, plan, nodes),
         partial(_check_gpus, nodes),
         _check_versions,
+        partial(_check_tracking, plan),
         partial(_check_tokenizer, plan, tokenizer),
         partial(_check_output, run),
         partial(_check_disk, plan, run),
@@ -128,6 +131,14 @@ def _check_versions() -> None:
         )
 
 
+def _check_tracking(plan: Plan) -> None:
+    asked = any(phase.arguments.get("wandb_project") for phase in plan.phases)
+    if asked and importlib.util.find_spec("wandb") is None:
+        raise UserError(
+            "wandb_project is given, but wandb is not installed: pip install 'kaiyuan[wandb]'"
+        )
+
+
 def _check_tokenizer(plan: Plan, tokenizer: Path | None) -> None:
     found = {
         phase.name: (phase.data.manifest["tokenizer"]["hash"], phase.data.eod)
@@ -185,6 +196,12 @@ def _check_hashes(phase: PhasePlan) -> None:
         verify(phase.data.folder)
 
 
+def _without_tracking(phase: PhasePlan) -> dict[str, Any]:
+    # Megatron begins to write to these as soon as it has parsed them.
+    trackers = ("wandb_project", "tensorboard_dir")
+    return {name: value for name, value in phase.arguments.items() if name not in trackers}
+
+
 def _check_arguments(plan: Plan, run: Path, nodes: Nodes) -> None:
     """Let Megatron's own parser judge the arguments of all phases.
 
@@ -194,7 +211,7 @@ def _check_arguments(plan: Plan, run: Path, nodes: Nodes) -> None:
     before = recorded(run)
     if before and before.get("arguments_hash") == arguments_hash(plan):
         return
-    question = {phase.name: phase.argv for phase in plan.phases}
+    question = {phase.name: to_argv(_without_tracking(phase)) for phase in plan.phases}
     world_size = str(nodes.processes * nodes.nodes)
     answer = subprocess.run(
         [sys.executable, "-m", "kaiyuan.megatron.arguments", "--check"],

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from kaiyuan.checkpoint.describe import (
@@ -20,8 +19,9 @@ from kaiyuan.checkpoint.describe import (
     iterations,
 )
 from kaiyuan.checkpoint.export import hf_tensors
-from kaiyuan.checkpoint.hf_config import sizes_of, to_config
+from kaiyuan.checkpoint.hf_config import model_class, sizes_of, to_config
 from kaiyuan.checkpoint.load import ModelTensors, TorchDistCheckpoint
+from kaiyuan.checkpoint.names import EMBEDDING
 from kaiyuan.data.phase import ConvertedPhase
 from kaiyuan.data.samples import OrderedDataset
 from kaiyuan.errors import UserError
@@ -105,19 +105,23 @@ def _check_tokenizer(phase: ConvertedPhase, info: CheckpointInfo, expected: str 
 def load_model(info: CheckpointInfo) -> Any:
     """Return transformers' model with the weights of a checkpoint; nothing is written.
 
-    In bf16 on a GPU, as it was trained there; in fp32 on a CPU.
+    On a GPU in bf16, or in fp16 where it was trained so; on a CPU in fp32.
 
     Raises:
         UserError: as :func:`kaiyuan.checkpoint.export.export`.
     """
     transformers_logging.disable_progress_bar()
+    checkpoint = TorchDistCheckpoint(info.folder)
     cuda = torch.cuda.is_available()
-    dtype = "bfloat16" if cuda else "float32"
-    tensors = ModelTensors(TorchDistCheckpoint(info.folder), sizes_of(info))
-    model = Qwen3ForCausalLM.from_pretrained(
+    dtype = "float32"
+    if cuda:
+        fp16 = checkpoint.tensors[EMBEDDING.megatron].dtype == torch.float16
+        dtype = "float16" if fp16 else "bfloat16"
+    kind = model_class(info)
+    model = kind.from_pretrained(
         None,
-        config=Qwen3Config(**to_config(info, dtype, None)),
-        state_dict=dict(hf_tensors(tensors)),
+        config=kind.config_class(**to_config(info, dtype, None)),
+        state_dict=dict(hf_tensors(ModelTensors(checkpoint, sizes_of(info)))),
         dtype=getattr(torch, dtype),
     )
     return model.to("cuda" if cuda else "cpu").eval()

@@ -24,6 +24,8 @@ _AMOUNTS = (
     *("adam_beta2", "adam_eps", "norm_epsilon", "init_method_std", "attention_dropout"),
     "hidden_dropout",
 )
+# Finite numbers above 0.
+_POSITIVE = ("output_logit_cap", "initial_loss_scale", "min_loss_scale", "loss_scale")
 # Megatron's OptimizerParamScheduler has these.
 _CHOICES = {
     "lr_decay_style": ("constant", "linear", "cosine", "inverse-square-root", "WSD"),
@@ -32,7 +34,8 @@ _CHOICES = {
 # The launcher sets these itself.
 _DERIVED = (
     *("train_samples", "train_iters", "phase_transition_iterations", "phase_name", "data_path"),
-    *("save", "load", "record_to", "override_opt_param_scheduler"),
+    *("save", "load", "record_to", "override_opt_param_scheduler", "measure_to"),
+    "measure_seconds",
 )
 
 
@@ -54,6 +57,8 @@ def check_values(arguments: Mapping[str, Any], where: str) -> None:
             raise UserError(f"{where}: {key} must be a whole number from 1 on, not {value!r}")
         if key in _AMOUNTS and value is not None and not _is_amount(value):
             raise UserError(f"{where}: {key} must be a number from 0 on, not {value!r}")
+        if key in _POSITIVE and value is not None and not (_is_amount(value) and value > 0):
+            raise UserError(f"{where}: {key} must be a number above 0, not {value!r}")
         if key in _CHOICES and value not in _CHOICES[key]:
             raise UserError(f"{where}: {key} must be one of {', '.join(_CHOICES[key])}")
     if arguments.get("lr") is None:
@@ -77,4 +82,13 @@ def _check_fit(a: Mapping[str, Any], where: str) -> None:
     if length and positions and positions < length:
         raise UserError(
             f"{where}: max_position_embeddings ({positions}) must be at least seq_length ({length})"
+        )
+    if a.get("eod_mask_loss"):
+        raise UserError(f"{where}: eod_mask_loss is not supported: the end of a document is learnt")
+    if a.get("sandwich_norm") and (
+        a.get("transformer_impl") != "local" or not a.get("disable_bias_linear")
+    ):
+        raise UserError(
+            f"{where}: sandwich_norm needs transformer_impl: local and disable_bias_linear: true, "
+            "the layers that have it"
         )

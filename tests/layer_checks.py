@@ -47,7 +47,7 @@ def key_cache() -> None:
 
 
 def losses_are_megatrons() -> None:
-    """Values and gradients are Megatron's within 1e-6."""
+    """Values and gradients are Megatron's within 1e-6, with capped logits too."""
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
@@ -55,13 +55,35 @@ def losses_are_megatrons() -> None:
     parallel_state.initialize_model_parallel()
     logits = (torch.randn(7, 3, 501) * 3).requires_grad_()
     labels = torch.randint(0, 501, (7, 3))
-    # Megatron's overwrites what it is given.
-    theirs = vocab_parallel_cross_entropy(logits.clone(), labels)
-    (their_grad,) = torch.autograd.grad(theirs.sum(), logits)
-    ours = loss.cross_entropy(logits, labels, None)
-    (our_grad,) = torch.autograd.grad(ours.sum(), logits)
-    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(our_grad, their_grad, rtol=1e-6, atol=1e-6)
+    group = parallel_state.get_tensor_model_parallel_group()
+    for cap in (None, 2.5):
+        # Megatron's overwrites what it is given.
+        given = logits * 1 if cap is None else torch.tanh(logits / cap) * cap
+        theirs = vocab_parallel_cross_entropy(given, labels)
+        (their_grad,) = torch.autograd.grad(theirs.sum(), logits)
+        for ranks in (None, group):
+            ours = loss.cross_entropy(logits * 1, labels, ranks, cap)
+            (our_grad,) = torch.autograd.grad(ours.sum(), logits)
+            torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+            torch.testing.assert_close(our_grad, their_grad, rtol=1e-6, atol=1e-6)
+
+
+def loss_kernels() -> None:
+    """Triton's interpreter runs the kernels of the loss on a CPU: values and gradients."""
+    from kaiyuan.megatron import loss_kernels
+
+    labels = torch.randint(0, 9001, (5, 2))
+    for cap, dtype in ((None, torch.float32), (2.0, torch.float32), (2.0, torch.float16)):
+        logits = (torch.randn(5, 2, 9001) * 3).to(dtype).requires_grad_()
+        exact = logits.detach().double().requires_grad_()
+        capped = exact if cap is None else cap * torch.tanh(exact / cap)
+        theirs = torch.nn.functional.cross_entropy(capped.transpose(1, 2), labels, reduction="none")
+        ours = loss_kernels.cross_entropy(logits * 1, labels, cap=cap)
+        torch.testing.assert_close(ours.double(), theirs, rtol=1e-5, atol=1e-5)
+        (grad,) = torch.autograd.grad(ours.sum(), logits)
+        (their_grad,) = torch.autograd.grad(theirs.sum(), exact)
+        error = (grad.double() - their_grad).norm() / their_grad.norm()
+        assert error < (1e-6 if dtype == torch.float32 else 1e-3), error
 
 
 def merge_over_ranks() -> None:
@@ -139,22 +161,34 @@ def overlapped_products() -> None:
         torch.testing.assert_close(ours, expected)
 
 
+def nodes_disagree() -> None:
+    """Data that is not the same everywhere, and a folder that is not shared, are refused."""
+    from pathlib import Path
+
+    from kaiyuan.errors import UserError
+    from kaiyuan.megatron import nodes
+
+    rank = int(os.environ["RANK"])
+    start_group(rank, 2)
+    here = Path(os.environ["STORE"]).parent
+    nodes.check_same("hash", "the data")
+    nodes.check_shared(here / "checkpoints")
+    for check in (
+        lambda: nodes.check_same(f"hash {rank}", "the data"),
+        lambda: nodes.check_shared(here / f"disk of node {rank}"),
+    ):
+        try:
+            check()
+        except UserError as error:
+            print(error)
+        else:
+            raise AssertionError("nothing was found")
+    assert not [*(here / "checkpoints").iterdir()]
+
+
 def checkpoint_names() -> None:
     """A checkpoint names the norms as TransformerEngine's layers do, which fuse them."""
-    from megatron.core import parallel_state
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-
-    from kaiyuan.megatron.logits import _transformer_config
-
-    start_group(0, 1)
-    parallel_state.initialize_model_parallel()
-    model_parallel_cuda_manual_seed(0)
-    sizes = {"num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 48, "kv_channels": 8}
-    heads = {"num_attention_heads": 4, "num_query_groups": 2, "norm_epsilon": 1e-6}
-    config = _transformer_config(sizes | heads)
-    spec = block_spec(SimpleNamespace(transformer=config))
-    model = GPTModel(config, spec, 128, 16, position_embedding_type="rope")
+    model = small_model()
     names = {x.key for x in model.sharded_state_dict().values() if hasattr(x, "data")}
     parts = ["linear_qkv.layer_norm_weight", "linear_qkv.weight", "linear_proj.weight"]
     parts += ["q_layernorm.weight", "k_layernorm.weight"]
@@ -165,6 +199,49 @@ def checkpoint_names() -> None:
     }
     assert layer < names, names
     assert "decoder.final_layernorm.weight" in names
+
+
+def small_model(**options: bool) -> torch.nn.Module:
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+    from kaiyuan.megatron.logits import _transformer_config
+
+    start_group(0, 1)
+    parallel_state.initialize_model_parallel()
+    model_parallel_cuda_manual_seed(0)
+    sizes = {"num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 48, "kv_channels": 8}
+    heads = {"num_attention_heads": 4, "num_query_groups": 2, "norm_epsilon": 3e-5}
+    config = _transformer_config(sizes | heads)
+    spec = block_spec(SimpleNamespace(transformer=config), **options)
+    return GPTModel(config, spec, 128, 16, position_embedding_type="rope")
+
+
+def sandwich_norm() -> None:
+    """Both branches are normalised before they are added; every norm has the given epsilon."""
+    model = small_model(sandwich_norm=True)
+    norms = {n: m for n, m in model.named_modules() if n.endswith("norm") and [*m.parameters()]}
+    assert len(norms) == 2 * 6 + 1, norms
+    assert {norm.eps for norm in norms.values()} == {3e-5}
+    names = {x.key for x in model.sharded_state_dict().values() if hasattr(x, "data")}
+    for part in ("self_attention", "mlp"):
+        assert f"decoder.layers.{part}.post_layernorm.weight" in names, names
+
+    def rms(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return x / (x.square().mean(-1, keepdim=True) + 3e-5).sqrt() * weight
+
+    layer = model.decoder.layers[1]
+    for norm in norms.values():
+        torch.nn.init.uniform_(norm.weight, 0.5, 1.5)
+    branches = []
+    for module in (layer.self_attention.linear_proj, layer.mlp.linear_fc2):
+        module.register_forward_hook(lambda _module, _inputs, out: branches.append(out[0]))
+    x = torch.randn(16, 3, 32)
+    out, _ = layer(x, None, rotary_pos_emb=model.rotary_pos_emb(16))
+    expected = x + rms(branches[0], layer.self_attention.post_layernorm.weight)
+    expected = expected + rms(branches[1], layer.mlp.post_layernorm.weight)
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
 
 
 def fallbacks_are_megatrons() -> None:

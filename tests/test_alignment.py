@@ -28,7 +28,7 @@ def configured(model):
     return values
 
 
-@pytest.mark.parametrize("model", ["gpt_smoke", "qwen3_1p7b"])
+@pytest.mark.parametrize("model", ["gpt_smoke", "qwen3_1p7b", "kaiyuan_2b_fp16"])
 def test_table_and_params_agree(model):
     table, params = documented(model), configured(model)
     assert table.keys() == params.keys()
@@ -36,7 +36,7 @@ def test_table_and_params_agree(model):
         assert yaml.safe_load(value) == params[name] or float(value) == params[name], name
 
 
-@pytest.mark.parametrize("model", ["gpt_smoke", "qwen3_1p7b"])
+@pytest.mark.parametrize("model", ["gpt_smoke", "qwen3_1p7b", "kaiyuan_2b_fp16"])
 def test_every_value_has_a_known_grade(model):
     for name, (_, grades) in documented(model).items():
         assert set(grades.split(", ")) <= GRADES, name

@@ -1,7 +1,11 @@
 """The stand-in for CUDA; in processes of their own, because it changes torch."""
 
+import ast
 import subprocess
 import sys
+from collections.abc import Iterator
+
+from .conftest import ROOT
 
 
 def run(code: str) -> str:
@@ -61,6 +65,27 @@ def test_with_cuda_nothing_is_touched():
         "print(before == after, cpu.is_active())"
     )
     assert said == "True False"
+
+
+def test_no_module_asks_cuda_when_it_is_loaded():
+    """Outside of functions, whose bodies wait until they are called, nothing reads torch.cuda."""
+
+    def loaded(node: ast.AST) -> Iterator[ast.AST]:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.FunctionDef):
+                # Defaults and decorators are computed when the module is loaded.
+                for part in (*child.args.defaults, *child.args.kw_defaults, *child.decorator_list):
+                    yield from ast.walk(part) if part else ()
+            elif not isinstance(child, ast.Lambda):
+                yield child
+                yield from loaded(child)
+
+    files = list((ROOT / "kaiyuan").rglob("*.py"))
+    assert len(files) > 50
+    for file in files:
+        for node in loaded(ast.parse(file.read_text())):
+            asks = isinstance(node, ast.Attribute) and ast.unparse(node).startswith("torch.cuda")
+            assert not asks, f"{file}:{node.lineno}"
 
 
 def test_every_name_exists_in_torch():

@@ -1,5 +1,6 @@
 """The layers and the loss on a CPU; tests/gpu has the kernels that take their place on CUDA."""
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -27,6 +28,7 @@ def start(check: str, **environment: str) -> subprocess.Popen:
         "key_cache",
         "losses_are_megatrons",
         "checkpoint_names",
+        "sandwich_norm",
         "fallbacks_are_megatrons",
     ],
 )
@@ -36,13 +38,31 @@ def test_check(check):
     assert process.returncode == 0, out
 
 
-@pytest.mark.parametrize(
-    ("check", "number"),
-    [("merge_over_ranks", 2), ("split_sequence", 2), ("overlapped_products", 3)],
-)
-def test_ranks_with_parts_agree(check, number, tmp_path):
+@pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="needs Triton")
+def test_kernels_of_the_loss_in_tritons_interpreter():
+    process = start("loss_kernels", TRITON_INTERPRET="1")
+    out, _ = process.communicate()
+    assert process.returncode == 0, out
+
+
+def on_ranks(number, check, tmp_path):
     store = str(tmp_path / "store")
     ranks = [start(check, RANK=str(rank), STORE=store) for rank in range(number)]
     for process in ranks:
         out, _ = process.communicate()
         assert process.returncode == 0, out
+    return out
+
+
+@pytest.mark.parametrize(
+    ("number", "check"),
+    [(2, "merge_over_ranks"), (2, "split_sequence"), (3, "overlapped_products")],
+)
+def test_ranks_with_parts_agree(number, check, tmp_path):
+    on_ranks(number, check, tmp_path)
+
+
+def test_nodes_that_see_different_files_are_named(tmp_path):
+    said = on_ranks(2, "nodes_disagree", tmp_path)
+    assert "the data is not the same everywhere: ranks 1 see other data than rank 0" in said
+    assert "is not shared: ranks 1 do not see what rank 0 writes there" in said

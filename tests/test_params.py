@@ -10,7 +10,7 @@ from kaiyuan.config import argument_names, load_params, to_argv
 from kaiyuan.errors import UserError
 from kaiyuan.plan import make_plan
 
-MODELS = ("toy", "gpt_smoke", "qwen3_1p7b")
+MODELS = ("toy", "gpt_smoke", "qwen3_1p7b", "kaiyuan_2b_fp16")
 
 
 def ask_megatron(verb, question=None):
@@ -39,7 +39,7 @@ def parsed():
 
 def test_megatron_takes_all_shipped_params(parsed):
     assert {key[0] for key in parsed} == set(MODELS)
-    assert len(parsed) == 5 + 5 + 5 * 4
+    assert len(parsed) == 5 + 5 + 5 * 4 + 5
     for (model, phase, _), answer in parsed.items():
         arguments = load_params(model).model
         assert answer["num_layers"] == arguments["num_layers"]
@@ -60,6 +60,14 @@ def test_phases_have_the_rates_of_the_report(parsed):
     assert {a["params_dtype"] for a in rates if "params_dtype" in a} <= {"torch.bfloat16"}
 
 
+def test_the_variant_is_trained_in_fp16_with_a_dynamic_loss_scale(parsed):
+    for phase in range(1, 6):
+        a = parsed["kaiyuan_2b_fp16", f"phase{phase}", 1]
+        assert (a["fp16"], a["bf16"], a["loss_scale"]) == (True, False, None)
+        assert a["accumulate_allreduce_grads_in_fp32"]
+        assert (a["sandwich_norm"], a["output_logit_cap"]) == (True, 30)
+
+
 def test_argument_names_are_those_of_the_parser():
     assert argument_names() == ask_megatron("options")
 
@@ -72,11 +80,29 @@ def test_argument_names_are_those_of_the_parser():
         ("lr", "not of the form KEY=VALUE"),
         ("phase1.order=shuffled", "the order of phase1 must be one of"),
         ("phase1.tokens=0", "must be a positive whole number"),
+        ("eod_mask_loss=true", "the end of a document is learnt"),
+        ("train_iters=100", "train_iters is set by kaiyuan itself"),
+        ("output_logit_cap=0", "output_logit_cap must be a number above 0, not 0"),
+        (
+            "phase2.sandwich_norm=true",
+            "sandwich_norm makes another model: it belongs in model.yaml",
+        ),
     ],
 )
 def test_a_wrong_override_is_one_sentence(override, message):
     with pytest.raises(UserError, match=message):
         load_params("toy", [override])
+
+
+def test_options_that_make_another_model_are_the_models():
+    params = load_params("toy", ["sandwich_norm=true", "output_logit_cap=30"])
+    assert params.model["sandwich_norm"] is True
+    assert params.model["output_logit_cap"] == 30
+    argv = to_argv(params.model)
+    assert "--sandwich-norm" in argv
+    assert argv[argv.index("--output-logit-cap") + 1] == "30"
+    with pytest.raises(UserError, match="sandwich_norm needs transformer_impl: local"):
+        load_params("kaiyuan_2b_fp16", ["transformer_impl=transformer_engine"])
 
 
 def test_flags_and_values_are_not_mixed_up():

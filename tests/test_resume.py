@@ -5,7 +5,6 @@ import os
 import resource
 import shutil
 import signal
-import time
 from collections import Counter
 from pathlib import Path
 
@@ -17,13 +16,13 @@ from kaiyuan.errors import UserError
 from kaiyuan.plan import make_plan
 from kaiyuan.runfolder import TRACKER, latest_step, record, recorded, settle_checkpoints
 
-from .engine import losses, records, samples, start, train
+from .engine import losses, records, samples, start, steps_done, train, wait_for
 
 SHORT = (
     "phase1.max_samples=48",
     "phase3.max_samples=32",
     "save_interval=2",
-    "lr_warmup_samples=40",
+    "lr_warmup_samples=64",  # beyond the first phase
 )
 STEPS = 10
 
@@ -44,20 +43,6 @@ def uninterrupted(params, data, tmp_path_factory):
     train(run, data, params, *SHORT)
     assert len(losses(run)) == STEPS
     return run
-
-
-def wait_for(condition, process):
-    deadline = time.monotonic() + 180
-    while not condition():
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
-
-
-def steps_done(run):
-    with contextlib.suppress(FileNotFoundError):
-        return len(losses(run))
-    return 0
 
 
 def smaller_files():
@@ -185,6 +170,29 @@ def test_a_changed_schedule_is_refused_with_both_values(params, data, copy):
     changes = recorded(copy)["changes"]
     assert [c.split(": ", 1)[0] for c in changes] == ["from step 10 on"]
     record(changed, copy)  # now it is the plan of the run
+
+
+def test_a_schedule_that_is_changed_on_purpose_is_the_one_that_runs(params, data, copy):
+    # One step more, at another rate; and on a machine without make or a compiler.
+    more = ("phase3.max_samples=40", "phase3.lr=1e-3", "phase3.min_lr=1e-3", "--allow-change")
+    short = [text for text in SHORT if not text.startswith("phase3")]
+    before = records(copy)
+    train(copy, data, params, *short, *more, environment={"PATH": "/nowhere"})
+    rows = records(copy)
+    assert rows[:STEPS] == before
+    # As the optimizer's parameter groups have it after the step.
+    assert [float(row["learning_rate"]) for row in rows[STEPS:]] == [1e-3]
+
+
+def test_another_length_of_the_decay_is_refused(tmp_path):
+    # Megatron does not keep it in a checkpoint and would go on with another rate.
+    run = tmp_path / "run"
+    (run / "checkpoints").mkdir(parents=True)
+    record(make_plan(load_params("toy")), run)
+    (run / "checkpoints" / TRACKER).write_text("1")
+    changed = make_plan(load_params("toy", ["phase5.lr_wsd_decay_samples=80"]))
+    with pytest.raises(UserError, match=r"phase5 arguments lr_wsd_decay_samples was \d+ and"):
+        record(changed, run)
 
 
 def test_the_layout_may_change_and_a_phase_may_get_its_data_later(params, data, tmp_path, copy):

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from kaiyuan.checkpoint.describe import CheckpointInfo
-from kaiyuan.checkpoint.hf_config import canonical_model
+from kaiyuan.checkpoint.hf_config import ARCHITECTURE, VARIANT, canonical_model, is_variant
 
 _HEAD = """---
 library_name: transformers
@@ -16,15 +16,15 @@ tags:
 
 # {title}
 
-A base language model (Qwen3ForCausalLM, {dtype} weights), pre-trained on Megatron with the kaiyuan
+A base language model ({architecture}, {dtype} weights), pre-trained on Megatron with the kaiyuan
 toolkit, which reproduces the training of Kaiyuan-2B (arXiv 2512.07612). It continues texts; it was
 not tuned to follow instructions.
 
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-tokenizer = AutoTokenizer.from_pretrained(".")
-model = AutoModelForCausalLM.from_pretrained(".", dtype="auto")
+tokenizer = AutoTokenizer.from_pretrained("."{trust})
+model = AutoModelForCausalLM.from_pretrained(".", dtype="auto"{trust})
 inputs = tokenizer("The capital of China is", return_tensors="pt")
 print(tokenizer.decode(model.generate(**inputs, max_new_tokens=32)[0]))
 ```
@@ -35,7 +35,15 @@ def model_card(info: CheckpointInfo, dtype: str) -> str:
     """Return the card as Markdown; it depends on nothing but its arguments."""
     iteration = f"{info.iteration:,}"
     title = f"Checkpoint after {iteration} steps" if info.iteration else "Imported checkpoint"
-    parts = [_HEAD.format(title=title, dtype=dtype), _model_part(info)]
+    variant = is_variant(info)
+    head = _HEAD.format(
+        title=title,
+        dtype=dtype,
+        architecture=VARIANT if variant else ARCHITECTURE,
+        # Its code lies beside the weights.
+        trust=", trust_remote_code=True" if variant else "",
+    )
+    parts = [head, _model_part(info)]
     if averaged := info.history.get("averaged"):
         rows = zip(averaged["iterations"], averaged["weights"], strict=True)
         parts.append("## Average\n\nThe weights are the mean of these checkpoints.\n")

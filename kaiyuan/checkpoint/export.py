@@ -9,10 +9,16 @@ from torch import Tensor
 
 from kaiyuan.checkpoint.card import model_card
 from kaiyuan.checkpoint.describe import CheckpointInfo
-from kaiyuan.checkpoint.hf_config import canonical_model, sizes_of, to_config
+from kaiyuan.checkpoint.hf_config import (
+    VARIANT_CODE,
+    canonical_model,
+    is_variant,
+    sizes_of,
+    to_config,
+)
 from kaiyuan.checkpoint.load import ModelTensors, TorchDistCheckpoint
 from kaiyuan.checkpoint.safetensors_io import DTYPES, write_shards
-from kaiyuan.checkpoint.tokenizer import check_tokenizer, copy_tokenizer
+from kaiyuan.checkpoint.tokenizer import copy_tokenizer, tokenizer_of
 from kaiyuan.errors import UserError
 from kaiyuan.files import atomic_folder, sha256_of, write_manifest
 
@@ -22,13 +28,15 @@ KIND = "hf_model"
 def export(info: CheckpointInfo, output: Path, dtype: str = "bfloat16") -> dict[str, Any]:
     """Write weights, configuration, tokenizer, model card and manifest.
 
+    A KaiyuanForCausalLM, which transformers does not have, comes with its code.
+
     The same checkpoint gives the same bytes. Tensors pass one by one, so that the memory needed is
     about twice the largest of them (the embedding).
 
     Args:
         info: the checkpoint; see :func:`~kaiyuan.checkpoint.describe.describe_checkpoint`.
         output: the folder to make; it appears when it is complete.
-        dtype: of the weights, "bfloat16" or "float32".
+        dtype: of the weights, "bfloat16", "float16" or "float32".
 
     Returns:
         The manifest.
@@ -40,10 +48,7 @@ def export(info: CheckpointInfo, output: Path, dtype: str = "bfloat16") -> dict[
     """
     if dtype not in DTYPES:
         raise UserError(f"dtype must be one of {', '.join(DTYPES)}, not {dtype}")
-    if info.tokenizer is None:
-        raise UserError(f"no tokenizer is known for {info.folder}: give --tokenizer DIR")
-    named_end = check_tokenizer(info.tokenizer, info.vocab_size)
-    end_of_document = info.history.get("end_of_document_id", named_end)
+    tokenizer, end_of_document = tokenizer_of(info)
     config = to_config(info, dtype, end_of_document)
     tensors = ModelTensors(TorchDistCheckpoint(info.folder), sizes_of(info))
     shapes = {n: s for e in tensors for n, s in zip(e.hf_names, e.hf_shapes, strict=True)}
@@ -51,7 +56,9 @@ def export(info: CheckpointInfo, output: Path, dtype: str = "bfloat16") -> dict[
         shards = write_shards(folder, hf_tensors(tensors), shapes, DTYPES[dtype])
         _write_json(folder / "config.json", config)
         _write_json(folder / "generation_config.json", _generation_config(end_of_document))
-        copy_tokenizer(info.tokenizer, folder)
+        copy_tokenizer(tokenizer, folder)
+        if is_variant(info):
+            (folder / VARIANT_CODE.name).write_bytes(VARIANT_CODE.read_bytes())
         (folder / "README.md").write_text(model_card(info, dtype), encoding="utf-8")
         return write_manifest(folder, KIND, _manifest(folder, info, dtype, shards))
 

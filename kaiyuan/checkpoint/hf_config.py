@@ -1,6 +1,11 @@
-"""Megatron's arguments and the config.json of Qwen3ForCausalLM, in both directions."""
+"""Megatron's arguments and the config.json of Qwen3ForCausalLM, in both directions.
+
+A model with sandwich norm or a cap on its logits is a KaiyuanForCausalLM, which
+modeling_kaiyuan.py makes of Qwen3ForCausalLM.
+"""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from kaiyuan.checkpoint.describe import CheckpointInfo
@@ -45,7 +50,16 @@ _ABSENT: dict[str, Any] = {
     "window_size": None,
 }
 
+# What makes a KaiyuanForCausalLM of it: our argument, the key in config.json, the type.
+_VARIANT: tuple[tuple[str, str, type[bool] | type[float]], ...] = (
+    ("sandwich_norm", "sandwich_norm", bool),
+    ("output_logit_cap", "final_logit_softcapping", float),
+)
+
 ARCHITECTURE = "Qwen3ForCausalLM"
+VARIANT = "KaiyuanForCausalLM"
+# Its code, which an export carries along.
+VARIANT_CODE = Path(__file__).with_name("modeling_kaiyuan.py")
 
 
 def to_config(info: CheckpointInfo, dtype: str, end_of_document: int | None) -> dict[str, Any]:
@@ -77,7 +91,45 @@ def to_config(info: CheckpointInfo, dtype: str, end_of_document: int | None) -> 
         "dtype": dtype,
         "torch_dtype": dtype,
     }
+    if is_variant(info):
+        module = VARIANT_CODE.stem
+        classes = {"AutoConfig": "KaiyuanConfig", "AutoModelForCausalLM": VARIANT}
+        config |= {
+            "architectures": [VARIANT],
+            "model_type": "kaiyuan",
+            "auto_map": {auto: f"{module}.{name}" for auto, name in classes.items()},
+            **{hf: model[name] for name, hf, _ in _VARIANT if name in model},
+        }
     return dict(sorted(config.items()))
+
+
+def is_variant(info: CheckpointInfo) -> bool:
+    """Tell whether a model has parts that make it a KaiyuanForCausalLM."""
+    return any(info.model.get(name) for name, _, _ in _VARIANT)
+
+
+def model_class(info: CheckpointInfo) -> Any:
+    """Return the class in transformers' terms: Qwen3ForCausalLM or KaiyuanForCausalLM."""
+    if is_variant(info):
+        from kaiyuan.checkpoint.modeling_kaiyuan import KaiyuanForCausalLM
+
+        return KaiyuanForCausalLM
+    from transformers import Qwen3ForCausalLM
+
+    return Qwen3ForCausalLM
+
+
+def register_variant() -> None:
+    """Let transformers' Auto classes take KaiyuanForCausalLM from here.
+
+    They then load such a model as they load their own, and never run code of its folder.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from kaiyuan.checkpoint.modeling_kaiyuan import KaiyuanConfig, KaiyuanForCausalLM
+
+    AutoConfig.register("kaiyuan", KaiyuanConfig, exist_ok=True)
+    AutoModelForCausalLM.register(KaiyuanConfig, KaiyuanForCausalLM, exist_ok=True)
 
 
 def canonical_model(model: Mapping[str, Any]) -> dict[str, Any]:
@@ -109,7 +161,8 @@ def canonical_model(model: Mapping[str, Any]) -> dict[str, Any]:
     canonical["untie_embeddings_and_output_weights"] = bool(
         full.get("untie_embeddings_and_output_weights", False)
     )
-    return canonical | _QWEN3
+    variant = {name: kind(full[name]) for name, _, kind in _VARIANT if full.get(name)}
+    return canonical | _QWEN3 | variant
 
 
 def sizes_of(info: CheckpointInfo) -> Sizes:
@@ -129,6 +182,7 @@ def sizes_of(info: CheckpointInfo) -> Sizes:
         vocab=info.vocab_size,
         tied=not model["untie_embeddings_and_output_weights"],
         vocab_divisor=info.model.get("make_vocab_size_divisible_by", 128),
+        sandwich=model.get("sandwich_norm", False),
     )
 
 
@@ -138,8 +192,12 @@ def from_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
     Raises:
         UserError: it is not a Qwen3, or one with parts that our Megatron model does not have.
     """
-    if ARCHITECTURE not in (config.get("architectures") or []):
-        raise UserError(f"the model is {config.get('architectures')}, only {ARCHITECTURE} is known")
+    known = {ARCHITECTURE, VARIANT}.intersection(config.get("architectures") or [])
+    if not known:
+        raise UserError(
+            f"the model is {config.get('architectures')}, only {ARCHITECTURE} is known and its "
+            f"variant {VARIANT}"
+        )
     unknown = {
         "attention_bias": False,
         "use_sliding_window": False,
@@ -155,6 +213,8 @@ def from_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
     if lacking:
         raise UserError(f"config.json lacks {', '.join(lacking)}")
     model = {name: config[hf] for name, hf, _, _ in _KEYS}
+    if VARIANT in known:
+        model |= {name: config.get(hf) for name, hf, _ in _VARIANT}
     model["rotary_base"] = _rope_base(config)
     model["untie_embeddings_and_output_weights"] = not config.get("tie_word_embeddings", False)
     # An imported vocabulary has its final size; the padding that training asks for comes on top.

@@ -1,5 +1,7 @@
 """The one table of tensor names: Megatron's GPTModel on one side, Qwen3ForCausalLM on the other.
 
+KaiyuanForCausalLM (modeling_kaiyuan.py) has two names more in each layer.
+
 Each :class:`Rule` ties one tensor of Megatron to one, two or three of Hugging Face's. Export reads
 the table from left to right, import from right to left, so that the two cannot drift apart.
 
@@ -32,6 +34,7 @@ class Sizes:
         tied: the output layer is the embedding.
         vocab_divisor: Megatron pads the vocabulary to a multiple of this and of the number of
             tensor-parallel ranks.
+        sandwich: there are norms after attention and after the MLP, too.
     """
 
     layers: int
@@ -43,6 +46,7 @@ class Sizes:
     vocab: int
     tied: bool = False
     vocab_divisor: int = 128
+    sandwich: bool = False
 
     def may_be_padded_to(self, rows: int) -> bool:
         """Tell whether some number of tensor-parallel ranks makes Megatron pad to ``rows``."""
@@ -142,6 +146,11 @@ LAYER_RULES = (
     Rule("mlp.linear_fc1.weight", ("mlp.gate_proj.weight", "mlp.up_proj.weight"), GateUp()),
     Rule("mlp.linear_fc2.weight", ("mlp.down_proj.weight",), AsIs()),
 )
+# Sandwich norm has these besides; Hugging Face's names are those of its GLM-4.
+SANDWICH_RULES = (
+    Rule("self_attention.post_layernorm.weight", ("post_self_attn_layernorm.weight",), AsIs()),
+    Rule("mlp.post_layernorm.weight", ("post_mlp_layernorm.weight",), AsIs()),
+)
 EMBEDDING = Rule("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), AsIs())
 FINAL_NORM = Rule("decoder.final_layernorm.weight", ("model.norm.weight",), AsIs())
 OUTPUT = Rule("output_layer.weight", ("lm_head.weight",), AsIs())
@@ -197,7 +206,7 @@ def entries(sizes: Sizes) -> Iterator[Entry]:
     """Yield every tensor of a model, in the order of the forward pass."""
     yield Entry(EMBEDDING, None, sizes)
     for layer in range(sizes.layers):
-        for rule in LAYER_RULES:
+        for rule in LAYER_RULES + (SANDWICH_RULES if sizes.sandwich else ()):
             yield Entry(rule, layer, sizes)
     yield Entry(FINAL_NORM, None, sizes)
     if not sizes.tied:
@@ -218,6 +227,8 @@ def hf_shape(name: str, sizes: Sizes) -> tuple[int, ...]:
         "norm": (sizes.hidden,),
         "input_layernorm": (sizes.hidden,),
         "post_attention_layernorm": (sizes.hidden,),
+        "post_self_attn_layernorm": (sizes.hidden,),
+        "post_mlp_layernorm": (sizes.hidden,),
         "q_norm": (sizes.head_dim,),
         "k_norm": (sizes.head_dim,),
         "q_proj": (queries, sizes.hidden),

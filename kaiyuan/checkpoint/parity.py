@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kaiyuan.checkpoint.describe import CheckpointInfo
+from kaiyuan.checkpoint.hf_config import register_variant
 
 Tokens = Sequence[Sequence[int]]
 Logits = npt.NDArray[np.float32]
@@ -37,6 +38,7 @@ def transformers_logits(hf_folder: Path, tokens: Tokens) -> Logits:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
+    register_variant()
     model = AutoModelForCausalLM.from_pretrained(hf_folder, dtype=torch.float32)
     with torch.inference_mode():
         return model(torch.tensor(tokens)).logits.numpy()

@@ -20,8 +20,8 @@ from kaiyuan.files import hashed_write
 
 INDEX = "model.safetensors.index.json"
 
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-_FORMAT_NAMES = {torch.bfloat16: "BF16", torch.float32: "F32"}
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+_FORMAT_NAMES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 
 
 def plan_shards(
@@ -98,7 +98,10 @@ def _write_shard(
             name, tensor = next(tensors)
             if name != wanted or tuple(tensor.shape) != shapes[name]:
                 raise RuntimeError(f"{name} {tuple(tensor.shape)} came where {wanted} was planned")
-            stream.write(tensor.to(dtype).contiguous().reshape(-1).view(torch.uint8).numpy())
+            cast = tensor.to(dtype)
+            if dtype == torch.float16 and cast.isinf().any():
+                raise UserError(f"{name} holds numbers too large for float16: take another dtype")
+            stream.write(cast.contiguous().reshape(-1).view(torch.uint8).numpy())
     return stream.entry()
 
 

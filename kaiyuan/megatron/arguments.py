@@ -31,7 +31,10 @@ def add_own_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
     """Add the arguments that our entry point has beside Megatron's."""
     group = parser.add_argument_group(title="kaiyuan")
     for name, (kind, text) in OWN_ARGUMENTS.items():
-        group.add_argument(option(name), type=kind, help=text)
+        if kind is bool:
+            group.add_argument(option(name), action="store_true", help=text)
+        else:
+            group.add_argument(option(name), type=kind, help=text)
     return parser
 
 

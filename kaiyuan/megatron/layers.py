@@ -3,7 +3,8 @@
 Megatron's own local layers cannot attend efficiently (they build the whole score matrix) and its
 RMSNorm refuses sequence parallelism. These take their place: attention through PyTorch's
 scaled_dot_product_attention and one RMSNorm for all five places (before attention, before the MLP,
-query, key, and the final one, which is not part of the layer but of the block).
+query, key, and the final one, which is not part of the layer but of the block), with sandwich norm
+for seven (after attention and after the MLP).
 
 On CUDA what lies between the matrix products runs in the kernels of kaiyuan/megatron/kernels.py;
 elsewhere the same values come from plain operations. Both have the same parameters.
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core import parallel_state
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -27,6 +29,10 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
     get_num_layers_to_build,
+)
+from megatron.core.transformer.utils import (
+    ensure_metadata_has_dp_cp_group,
+    make_sharded_tensors_for_checkpoint,
 )
 from torch import Tensor
 
@@ -62,6 +68,24 @@ class RMSNorm(torch.nn.Module):
 
             return kernels.rms_norm(x, self.weight, self.eps)
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
+        metadata: dict[str, Any] | None = None,
+    ) -> Any:
+        """Return the weight for a checkpoint, as one that every tensor-parallel rank has.
+
+        Megatron's MLP does not say so of the modules in it; without it each rank would write one.
+        """
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(keep_vars=True),
+            prefix,
+            sharded_offsets=sharded_offsets,
+            tp_group=parallel_state.get_tensor_model_parallel_group(),
+            dp_cp_group=ensure_metadata_has_dp_cp_group(metadata)["dp_cp_group"],
+        )
 
 
 class ResidualRMSNorm(RMSNorm):
@@ -263,6 +287,27 @@ class MLP(megatron_mlp.MLP):
         return self.linear_fc2(kernels.swiglu(gate_up))
 
 
+class _PostNorm(torch.nn.Module):
+    """Normalises what a branch gives before it is added to the residual stream."""
+
+    def __init__(self, config: TransformerConfig, *args: Any, **more: Any) -> None:
+        super().__init__(config, *args, **more)
+        self.post_layernorm = RMSNorm(config, config.hidden_size, config.layernorm_epsilon)
+
+    def forward(self, *args: Any, **more: Any) -> Any:
+        """Return the normalised output, [sequence, batch, hidden], and no bias."""
+        output, _ = super().forward(*args, **more)
+        return self.post_layernorm(output), None
+
+
+class SandwichSelfAttention(_PostNorm, SelfAttention):
+    """Self-attention between two norms: x + N_post(Attention(N_pre(x)))."""
+
+
+class SandwichMLP(_PostNorm, MLP):
+    """MLP between two norms: x + N_post(MLP(N_pre(x)))."""
+
+
 def residual_add(training: bool, fused: bool) -> Any:
     """Return the function that adds a branch to the residual stream.
 
@@ -279,12 +324,15 @@ def residual_add(training: bool, fused: bool) -> Any:
     return add
 
 
-def block_spec(model_config: Any, vp_stage: int | None = None) -> TransformerBlockSubmodules:
+def block_spec(
+    model_config: Any, vp_stage: int | None = None, sandwich_norm: bool = False
+) -> TransformerBlockSubmodules:
     """Return the layers of one pipeline stage and the final norm.
 
     Args:
         model_config: Megatron's GPTModelConfig.
         vp_stage: the virtual pipeline stage, where there are several to a rank.
+        sandwich_norm: normalise the outputs of attention and MLP, too.
     """
     config: TransformerConfig = model_config.transformer
     spec = get_gpt_layer_local_spec(
@@ -294,12 +342,13 @@ def block_spec(model_config: Any, vp_stage: int | None = None) -> TransformerBlo
     # Recomputing a norm needs its output alone.
     norm = RMSNorm if config.recompute_granularity == "selective" else ResidualRMSNorm
     parts.input_layernorm = parts.pre_mlp_layernorm = norm
-    parts.self_attention.module = SelfAttention
+    parts.self_attention.module = SandwichSelfAttention if sandwich_norm else SelfAttention
     parts.self_attention.submodules.core_attention = SDPA
     if config.qk_layernorm:
         parts.self_attention.submodules.q_layernorm = RMSNorm
         parts.self_attention.submodules.k_layernorm = RMSNorm
-    parts.mlp = partial(MLP.as_mlp_submodule, submodules=parts.mlp.keywords["submodules"])
+    mlp = SandwichMLP if sandwich_norm else MLP
+    parts.mlp = partial(mlp.as_mlp_submodule, submodules=parts.mlp.keywords["submodules"])
     parts.self_attn_bda = parts.mlp_bda = residual_add
     num_layers = get_num_layers_to_build(config, vp_stage=vp_stage)
     return TransformerBlockSubmodules(layer_specs=[spec] * num_layers, layer_norm=RMSNorm)

@@ -18,7 +18,7 @@ from kaiyuan.checkpoint.describe import CheckpointInfo
 from kaiyuan.checkpoint.hf_config import canonical_model
 from kaiyuan.checkpoint.load import TorchDistCheckpoint
 from kaiyuan.checkpoint.names import EMBEDDING
-from kaiyuan.megatron import layers
+from kaiyuan.megatron import layers, loss
 
 
 def logits(info: CheckpointInfo, tokens: Sequence[Sequence[int]]) -> npt.NDArray[np.float32]:
@@ -28,21 +28,33 @@ def logits(info: CheckpointInfo, tokens: Sequence[Sequence[int]]) -> npt.NDArray
         info: the checkpoint.
         tokens: ids, [batch, sequence].
     """
-    # Torch and Megatron warn of names of each other that are about to go.
-    warnings.simplefilter("ignore")
-    logging.getLogger("megatron").setLevel(logging.ERROR)
+    quiet()
     model = load_model(info)
     ids = torch.tensor(tokens, device=torch.cuda.current_device())
     positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
     with torch.inference_mode():
         out = model(ids, positions, None)
+    if cap := info.model.get("output_logit_cap"):
+        out = loss.soft_cap(out, float(cap))
     return out[..., : info.vocab_size].float().cpu().numpy()
 
 
-def load_model(info: CheckpointInfo) -> Any:
-    """Return Megatron's GPTModel in fp32 with the weights of a checkpoint, in one process.
+def quiet() -> None:
+    """Silence torch and Megatron, which warn of names of each other that are about to go."""
+    warnings.simplefilter("ignore")
+    logging.getLogger("megatron").setLevel(logging.ERROR)
 
-    Whatever split the checkpoint was trained with, it is loaded without one.
+
+def stored_dtype(info: CheckpointInfo) -> torch.dtype:
+    """Return the type of a checkpoint's weights."""
+    return TorchDistCheckpoint(info.folder).tensors[EMBEDDING.megatron].dtype
+
+
+def load_model(info: CheckpointInfo, dtype: torch.dtype = torch.float32) -> Any:
+    """Return Megatron's GPTModel with the weights of a checkpoint, in one process.
+
+    Whatever split and type the checkpoint was trained with, it is loaded without the one and in
+    ``dtype``.
     """
     if not torch.distributed.is_initialized():
         torch.distributed.init_process_group(
@@ -51,11 +63,13 @@ def load_model(info: CheckpointInfo) -> Any:
         parallel_state.initialize_model_parallel()
     model_parallel_cuda_manual_seed(0)
     arguments = canonical_model(info.model)
-    config = _transformer_config(arguments)
+    config = _transformer_config(arguments, dtype)
     rows = TorchDistCheckpoint(info.folder).tensors[EMBEDDING.megatron].shape[0]
     model = GPTModel(
         config,
-        layers.block_spec(SimpleNamespace(transformer=config)),
+        layers.block_spec(
+            SimpleNamespace(transformer=config), sandwich_norm=arguments.get("sandwich_norm", False)
+        ),
         vocab_size=rows,
         max_sequence_length=arguments["max_position_embeddings"],
         share_embeddings_and_output_weights=not arguments["untie_embeddings_and_output_weights"],
@@ -67,7 +81,7 @@ def load_model(info: CheckpointInfo) -> Any:
     return model.eval().to(torch.cuda.current_device())
 
 
-def _transformer_config(arguments: dict[str, Any]) -> TransformerConfig:
+def _transformer_config(arguments: dict[str, Any], dtype: torch.dtype) -> TransformerConfig:
     return TransformerConfig(
         num_layers=arguments["num_layers"],
         hidden_size=arguments["hidden_size"],
@@ -85,6 +99,7 @@ def _transformer_config(arguments: dict[str, Any]) -> TransformerConfig:
         attention_dropout=0.0,
         bias_activation_fusion=False,
         use_cpu_initialization=True,
-        pipeline_dtype=torch.float32,
-        params_dtype=torch.float32,
+        pipeline_dtype=dtype,
+        params_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
     )

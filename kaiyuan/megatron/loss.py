@@ -18,6 +18,7 @@ def token_losses(
     output_layer: Any,
     output_weight: Tensor | None,
     labels: Tensor,
+    cap: float | None = None,
     **_: Any,
 ) -> Tensor:
     """Return the loss of each token; what GPTModel calls as its ``output_processor``.
@@ -28,18 +29,30 @@ def token_losses(
         output_layer: Megatron's, which gives this rank's part of the vocabulary.
         output_weight: the embedding where it is also the output layer.
         labels: [batch, sequence].
+        cap: of the logits; see :func:`soft_cap`.
 
     Returns:
         Cross-entropy in nats, fp32, [batch, sequence].
     """
     logits, _ = output_layer(hidden_states, weight=output_weight)
     group = output_layer.tp_group
-    losses = cross_entropy(logits, labels.t(), group if group.size() > 1 else None)
+    losses = cross_entropy(logits, labels.t(), group if group.size() > 1 else None, cap)
     return losses.t().contiguous()
 
 
+def soft_cap(logits: Tensor, cap: float) -> Tensor:
+    """Return cap * tanh(logits / cap) in fp32: no logit leaves (-cap, cap).
+
+    The formula is that of Gemma 2 (arXiv 2408.00118, section 2).
+    """
+    return cap * torch.tanh(logits.float() / cap)
+
+
 def cross_entropy(
-    logits: Tensor, labels: Tensor, group: torch.distributed.ProcessGroup | None
+    logits: Tensor,
+    labels: Tensor,
+    group: torch.distributed.ProcessGroup | None,
+    cap: float | None = None,
 ) -> Tensor:
     """Return the cross-entropy of each token in nats, fp32, of the shape of ``labels``.
 
@@ -47,11 +60,14 @@ def cross_entropy(
         logits: [..., vocabulary, or this rank's part of it]; on CUDA the backward overwrites them.
         labels: [...], ids of the whole vocabulary.
         group: the ranks that share the vocabulary, where there are several.
+        cap: of the logits; see :func:`soft_cap`.
     """
     if logits.is_cuda:
         from kaiyuan.megatron import loss_kernels
 
-        return loss_kernels.cross_entropy(logits, labels, group)
+        return loss_kernels.cross_entropy(logits, labels, group, cap)
+    if cap is not None:
+        logits = soft_cap(logits, cap)
     if group is not None:
         # It views the labels as one row, which a transposed tensor does not allow.
         return vocab_parallel_cross_entropy(logits, labels.contiguous(), tp_group=group)

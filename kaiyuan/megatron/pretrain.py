@@ -20,10 +20,22 @@ from megatron.training.argument_utils import (
 )
 from torch import Tensor
 
+from kaiyuan.data.ends import build_ends
 from kaiyuan.data.phase import ConvertedPhase
-from kaiyuan.data.samples import OrderedDataset, build_ends
+from kaiyuan.data.samples import OrderedDataset
 from kaiyuan.errors import UserError
-from kaiyuan.megatron import arguments, cpu, fallbacks, layers, loss, mends, nodes, overlap, records
+from kaiyuan.megatron import (
+    arguments,
+    cpu,
+    fallbacks,
+    layers,
+    loss,
+    measure,
+    mends,
+    nodes,
+    overlap,
+    records,
+)
 
 
 def loss_function(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -59,7 +71,7 @@ def forward_step(batches: Iterator[dict[str, Tensor]], model: torch.nn.Module) -
         None,
         labels=batch["labels"],
         packed_seq_params=documents,
-        output_processor=loss.token_losses,
+        output_processor=partial(loss.token_losses, cap=get_args().output_logit_cap),
     )
     return losses, partial(loss_function, batch["loss_mask"])
 
@@ -116,11 +128,20 @@ def run(argv: Sequence[str]) -> None:
     _check_document_masks(args)
     model_config = gpt_config_from_args(args)
     if args.transformer_impl == "local":
-        model_config.transformer_layer_spec = layers.block_spec
+        model_config.transformer_layer_spec = partial(
+            layers.block_spec, sandwich_norm=args.sandwich_norm
+        )
     if args.record_to:
         records.install(args)
     config = pretrain_cfg_container_from_args(args, model_config)
-    pretrain(config, provide_datasets, ModelType.encoder_or_decoder, forward_step)
+    watch = measure.Stopwatch(args.measure_seconds) if args.measure_to else None
+    if watch:
+        watch.install()
+    provider = measure.provide_random if args.data_path == [measure.RANDOM] else provide_datasets
+    forward = watch.forward(forward_step) if watch else forward_step
+    pretrain(config, provider, ModelType.encoder_or_decoder, forward)
+    if watch:
+        watch.write(Path(args.measure_to))
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 
@@ -142,5 +163,3 @@ def _check_document_masks(args: Any) -> None:
             "reset_attention_mask needs context_parallel_size=1: documents that are kept apart are "
             "not split among GPUs"
         )
-    if args.eod_mask_loss:
-        raise UserError("eod_mask_loss is not supported: the end of a document is learnt too")

@@ -1,8 +1,9 @@
-"""Each fused operation against float64, its error held against that of the plain bf16 operation.
+"""Each fused operation against float64, its error held against that of the plain operation.
 
     pytest -m gpu -s tests/gpu
 
-prints the ratios, forward and for each gradient. A ratio of 1 is the error that bf16 itself makes.
+prints the ratios, forward and for each gradient, in bf16 and in fp16. A ratio of 1 is the error
+that the type itself makes.
 """
 
 from collections.abc import Callable
@@ -22,10 +23,16 @@ pytestmark = [
 
 LARGEST_RATIO = 1.1
 EPS = 1e-6
+HALF = {"type": torch.bfloat16}
+
+
+@pytest.fixture(params=[torch.bfloat16, torch.float16], ids=["bf16", "fp16"], autouse=True)
+def half(request: pytest.FixtureRequest) -> None:
+    HALF["type"] = request.param
 
 
 def normal(*shape: int) -> Tensor:
-    return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+    return torch.randn(shape, device="cuda", dtype=HALF["type"])
 
 
 def run(
@@ -52,8 +59,8 @@ def compare(
     seeds = [torch.randn_like(x) for x in (outs if isinstance(outs, tuple) else (outs,))]
     exact = run(plain, inputs, seeds, torch.float64)
     rows = zip(
-        run(ours, inputs, seeds, torch.bfloat16),
-        run(plain, inputs, seeds, torch.bfloat16),
+        run(ours, inputs, seeds, HALF["type"]),
+        run(plain, inputs, seeds, HALF["type"]),
         exact,
         strict=True,
     )
@@ -126,40 +133,48 @@ def test_queries_keys_values(groups: int, per_group: int, head: int, norm: bool)
     compare(f"split, QK-norm {norm}, RoPE; {groups} groups of {per_group}", ours, plain, inputs)
 
 
+@pytest.mark.parametrize("cap", [None, 30.0, 2.0])
 @pytest.mark.parametrize("size", [151936, 20011])
-def test_cross_entropy(size: int) -> None:
+def test_cross_entropy(size: int, cap: float | None) -> None:
     from kaiyuan.megatron import loss_kernels
 
     labels = torch.randint(0, size, (64, 2), device="cuda")
 
     def plain(x: Tensor) -> Tensor:
+        if cap is not None:
+            x = cap * torch.tanh(x / cap)
         return F.cross_entropy(x.flatten(0, 1), labels.flatten(), reduction="none").view(64, 2)
 
     def ours(x: Tensor) -> Tensor:
-        return loss_kernels.cross_entropy(x * 1, labels)
+        return loss_kernels.cross_entropy(x * 1, labels, cap=cap)
 
-    compare(f"cross-entropy {size}", ours, plain, [normal(64, 2, size) * 3])
+    compare(f"cross-entropy {size}, cap {cap}", ours, plain, [normal(64, 2, size) * 3])
 
 
-def test_cross_entropy_of_a_part_of_the_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("cap", [None, 2.0])
+def test_cross_entropy_of_a_part_of_the_vocabulary(
+    monkeypatch: pytest.MonkeyPatch, cap: float | None
+) -> None:
     from kaiyuan.megatron import loss, loss_kernels
 
     size, rows = 20000, 64
     logits = normal(rows, 2 * size) * 3
     labels = torch.randint(0, 2 * size, (rows,), device="cuda")
     exact = logits.double().requires_grad_()
-    F.cross_entropy(exact, labels, reduction="none").sum().backward()
+    capped = exact if cap is None else cap * torch.tanh(exact / cap)
+    F.cross_entropy(capped, labels, reduction="none").sum().backward()
+    whole = capped.detach().float()
     for rank in range(2):
         first = rank * size
         part = logits[:, first : first + size].clone().requires_grad_()
 
         def merge(_lse: Tensor, target: Tensor, _group: Any) -> Tensor:
-            target.copy_(logits.float().gather(1, labels[:, None])[:, 0])
-            return logits.float().logsumexp(-1)
+            target.copy_(whole.gather(1, labels[:, None])[:, 0])
+            return whole.logsumexp(-1)
 
         monkeypatch.setattr(loss, "merge", merge)
         losses = loss_kernels.cross_entropy(
-            part * 1, labels, SimpleNamespace(rank=lambda r=rank: r)
+            part * 1, labels, SimpleNamespace(rank=lambda r=rank: r), cap
         )
         (grad,) = torch.autograd.grad(losses.sum(), part)
         assert error(grad, exact.grad[:, first : first + size]) < 4e-3
@@ -184,7 +199,7 @@ def test_weight_gradients_are_added_in_fp32() -> None:
     plain = main + (grad.flatten(0, 1).t() @ x.flatten(0, 1))
     fallbacks._add_weight_gradient(x, grad, main)
     ratio = error(main, exact) / error(plain, exact)
-    print(f"\nweight gradient: {error(main, exact):.2e}, {ratio:.4f} of a product in bf16")
+    print(f"\nweight gradient: {error(main, exact):.2e}, {ratio:.4f} of a half product")
     assert ratio < 0.1
 
 
