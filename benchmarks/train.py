@@ -26,7 +26,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -34,19 +33,6 @@ ROOT = Path(__file__).resolve().parent.parent
 DATASHEET_TFLOPS = {"H200": 989.0, "H100": 989.0, "A100": 312.0, "B200": 2250.0}
 RESULT = "RESULT "
 TE_PATHS = ("ours+te", "ours-te", "te", "te+ce")
-# Kernels by what they do; the first pattern that is found decides.
-KINDS = {
-    "matrix products": r"gemm|nvjet|cutlass.*(?:gemm|wgmma)|cublas",
-    "attention": r"sdpa|flash|fmha|attention|cudnn",
-    "norms": r"norm",
-    "SwiGLU": r"swiglu|silu",
-    "queries, keys, RoPE": r"queries_keys|rotary|rope",
-    "cross-entropy": r"^_(loss|forward|backward)|cross_entropy|softmax",
-    "optimizer": r"adam|multi_tensor|lpnorm|foreach",
-    "embedding": r"embedding|indexing",
-    "copies and fills": r"copy|fill|memcpy|memset|cat",
-    "additions and sums": r"add|reduce|sum|elementwise",
-}
 
 
 def main() -> None:
@@ -56,7 +42,7 @@ def main() -> None:
     parser.add_argument("--paths", nargs="+", default=["ours", "te", "te+ce", "stock"])
     parser.add_argument("--micro-batches", nargs="+", type=int, default=[1, 2, 4, 8])
     parser.add_argument("--global-batch", type=int, default=32)
-    parser.add_argument("--steps", type=int, default=6, help="measured, after two that are not")
+    parser.add_argument("--steps", type=int, default=6, help="measured, after three that are not")
     parser.add_argument("--repeat", type=int, default=1)
     parser.add_argument("--te-path", default="")
     parser.add_argument("--profile", action="store_true")
@@ -161,26 +147,23 @@ def work(args: argparse.Namespace, extra: list[str]) -> None:
     if args.worker == "gemm":
         print(RESULT + json.dumps(measure_gemm()))
         return
-    import torch
+    from kaiyuan.megatron import measure, mends
 
-    from kaiyuan.megatron import mends
-
-    watch = Stopwatch(args.steps, args.profile)
+    watch = stopwatch(args.steps, args.profile)
     argv = megatron_arguments(args, extra)
     if args.worker == "plain":
         use_plain_operations()
     if args.worker.startswith("ours") or args.worker == "plain":
         from kaiyuan.megatron import pretrain
 
-        pretrain.provide_datasets = provide_random  # type: ignore[assignment]
+        pretrain.provide_datasets = measure.provide_random  # type: ignore[assignment]
         watch.install()
         pretrain.run(argv)
     else:
         mends.dataset_utils.compile_helpers = lambda: None
         watch.install()
         run_megatron(argv)
-    peak = torch.cuda.max_memory_allocated() / 2**30
-    print(RESULT + json.dumps({**watch.result(), "peak_gib": peak}), flush=True)
+    print(RESULT + json.dumps(watch.rates()), flush=True)
 
 
 def use_plain_operations() -> None:
@@ -247,7 +230,7 @@ def megatron_arguments(args: argparse.Namespace, extra: list[str]) -> list[str]:
     hparams |= {
         "micro_batch_size": args.micro_batches[0],
         "global_batch_size": args.global_batch,
-        "train_iters": args.steps + 2 + args.profile,
+        "train_iters": args.steps + 3 + args.profile,
         "lr": 1e-4,
         "min_lr": 1e-5,
         "lr_decay_style": "cosine",
@@ -263,108 +246,61 @@ def megatron_arguments(args: argparse.Namespace, extra: list[str]) -> list[str]:
     return [*to_argv({**model, **hparams}), *extra]
 
 
-class Stopwatch:
-    """Times Megatron's training steps and reads their losses.
-
-    Args:
-        steps: measured ones, after two that are not.
-        profile: look into one more step.
-    """
-
-    def __init__(self, steps: int, profile: bool) -> None:
-        self.steps, self.profile = steps, profile
-        self.ends: list[Any] = []  # an event after each step
-        self.loss: Any = None
-        self.details: dict[str, Any] = {}
-
-    def install(self) -> None:
-        """Wrap the training step."""
-        import megatron.training.training as training
-
-        self.step = training.train_step
-        training.train_step = self.timed
-
-    def timed(self, *args: Any, **kwargs: Any) -> Any:
-        """Do a step; nothing waits for it, as in a training that seldom logs."""
-        import torch
-
-        if self.profile and len(self.ends) == self.steps + 2:
-            return self.profiled(*args, **kwargs)
-        out = self.step(*args, **kwargs)
-        self.ends.append(torch.cuda.Event(enable_timing=True))
-        self.ends[-1].record()
-        self.loss = out[0]["lm loss"]
-        return out
-
-    def profiled(self, *args: Any, **kwargs: Any) -> Any:
-        """Do a step under the profiler."""
-        import torch
-        from torch.profiler import ProfilerActivity, profile
-
-        torch.cuda.synchronize()
-        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-            start = time.perf_counter()
-            out = self.step(*args, **kwargs)
-            torch.cuda.synchronize()
-            wall = time.perf_counter() - start
-        events = [(e.key, e.self_device_time_total / 1e3, e.count) for e in profiler.key_averages()]
-        kinds: dict[str, float] = {}
-        for name, ms, _ in events:
-            kind = next((k for k, p in KINDS.items() if re.search(p, name, re.I)), "the rest")
-            kinds[kind] = kinds.get(kind, 0.0) + ms
-        kinds["idle"] = wall * 1e3 - sum(kinds.values())
-        top = sorted(events, key=lambda event: -event[1])[:45]
-        self.details = {"profile": kinds, "kernels": [(n[:130], ms, c) for n, ms, c in top]}
-        return out
-
-    def result(self) -> dict[str, Any]:
-        """Return the median of the measured steps as rates."""
-        from megatron.training import get_args
-        from megatron.training.training import num_floating_point_operations
-
-        args = get_args()
-        self.ends[-1].synchronize()
-        steps = [a.elapsed_time(b) / 1e3 for a, b in pairwise(self.ends[1:])]
-        seconds = statistics.median(steps)
-        flops = num_floating_point_operations(args, args.global_batch_size)
-        return {
-            "seconds": [round(s, 4) for s in steps],
-            "tflops": flops / seconds / 1e12,
-            "tokens_per_second": args.global_batch_size * args.seq_length / seconds,
-            "loss": float(self.loss.flatten()[0]),
-            **self.details,
-        }
-
-
-def random_samples(length: int, vocab_size: int) -> Any:
-    """Return a dataset of uniformly random tokens."""
+def stopwatch(steps: int, profile: bool) -> Any:
+    """Return a stopwatch for a fixed number of steps, and one more to look into if asked to."""
     import torch
+    from megatron.training import get_args
+    from megatron.training.training import num_floating_point_operations
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as record
 
-    class Samples(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
-        def __len__(self) -> int:
-            return 1 << 20
+    from kaiyuan.megatron import measure
+    from kaiyuan.profiling.trace import kind_of
 
-        def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-            generator = torch.Generator().manual_seed(index)
-            stream = torch.randint(0, vocab_size, (length + 1,), generator=generator)
+    class Watch(measure.Stopwatch):
+        details: dict[str, Any]
+
+        def steps_to_measure(self) -> int:
+            return steps + profile
+
+        def timed(self, *args: Any, **kwargs: Any) -> Any:
+            if not profile or len(self.ends) < measure.WARM_UP + steps:
+                return super().timed(*args, **kwargs)
+            torch.cuda.synchronize()
+            with record(activities=[ProfilerActivity.CUDA]) as profiler:
+                start = time.perf_counter()
+                out = self.step(*args, **kwargs)
+                torch.cuda.synchronize()
+                wall = time.perf_counter() - start
+            self.details = by_kind(profiler.key_averages(), wall)
+            return out
+
+        def rates(self) -> dict[str, Any]:
+            """Return the median of the measured steps as rates."""
+            args, result = get_args(), self.result()
+            seconds = statistics.median(result["steps"])
+            flops = num_floating_point_operations(args, args.global_batch_size)
             return {
-                "tokens": stream[:-1].contiguous(),
-                "labels": stream[1:].contiguous(),
-                "loss_mask": torch.ones(length),
-                "position_ids": torch.arange(length),
+                "seconds": [round(s, 4) for s in result["steps"]],
+                "tflops": flops / seconds / 1e12,
+                "tokens_per_second": args.global_batch_size * args.seq_length / seconds,
+                "loss": result["loss"],
+                "peak_gib": result["memory"]["allocated"] / 2**30,
+                **self.details,
             }
 
-    return Samples()
+    def by_kind(averages: Any, wall: float) -> dict[str, Any]:
+        events = [(e.key, e.self_device_time_total / 1e3, e.count) for e in averages]
+        kinds: dict[str, float] = {}
+        for name, ms, _ in events:
+            kinds[kind_of(name)] = kinds.get(kind_of(name), 0.0) + ms
+        kinds["idle"] = wall * 1e3 - sum(kinds.values())
+        top = sorted(events, key=lambda event: -event[1])[:45]
+        return {"profile": kinds, "kernels": [(n[:130], ms, c) for n, ms, c in top]}
 
-
-def provide_random(_num_samples: Any, vp_stage: int | None = None) -> Any:
-    """Provide random samples in place of a phase."""
-    from megatron.training import get_args
-
-    return random_samples(get_args().seq_length, get_args().padded_vocab_size), None, None
-
-
-provide_random.is_distributed = True  # type: ignore[attr-defined]
+    watch = Watch(0)
+    watch.details = {}
+    return watch
 
 
 def run_megatron(argv: list[str]) -> None:
@@ -377,7 +313,7 @@ def run_megatron(argv: list[str]) -> None:
         pretrain_cfg_container_from_args,
     )
 
-    from kaiyuan.megatron import arguments
+    from kaiyuan.megatron import arguments, measure
     from kaiyuan.megatron.pretrain import loss_function
 
     args = arguments.parse(argv)
@@ -392,7 +328,7 @@ def run_megatron(argv: list[str]) -> None:
         return losses, lambda losses: loss_function(batch["loss_mask"], losses)
 
     config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
-    pretrain(config, provide_random, ModelType.encoder_or_decoder, forward_step)
+    pretrain(config, measure.provide_random, ModelType.encoder_or_decoder, forward_step)
 
 
 if __name__ == "__main__":

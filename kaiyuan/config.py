@@ -33,6 +33,8 @@ OWN_ARGUMENTS: dict[str, tuple[type, str]] = {
     "phase_name": (str, "Name of the phase, for the records."),
     "record_to": (str, "CSV file that gets one line an iteration."),
     "max_loss_jump": (float, "Stop where the loss is so many nats above its recent median."),
+    "measure_to": (str, "JSON file that gets times and memory; the training then ends."),
+    "measure_seconds": (float, "So long, after the warm-up."),
     "sandwich_norm": (bool, "Normalise the outputs of attention and MLP before they are added."),
     "output_logit_cap": (float, "Cap the output logits: cap * tanh(logits / cap)."),
 }
@@ -98,13 +100,14 @@ def params_folder(model: str) -> Path:
     return Path(model)
 
 
-def load_params(model: str, overrides: Sequence[str] = ()) -> Params:
+def load_params(model: str, overrides: Sequence[str] = (), overlay: Path | None = None) -> Params:
     """Read a model's three files and apply overrides.
 
     Args:
         model: a shipped model's name, or a folder.
         overrides: ``KEY=VALUE`` for every phase or ``PHASE.KEY=VALUE`` for one; KEY is a Megatron
             argument name, or one of a phase's keys in data.yaml.
+        overlay: YAML file with such keys and values, applied before the overrides.
 
     Raises:
         UserError: a file is missing or not as it should be, or a name is not known.
@@ -122,8 +125,9 @@ def load_params(model: str, overrides: Sequence[str] = ()) -> Params:
             raise UserError(f"hparams.yaml speaks of {name!r}, which data.yaml does not list")
     settings = {name: {**_mapping(phases[name], name)} for name in phases}
     arguments = {name: {**_mapping(differing.get(name) or {}, name)} for name in phases}
-    for override in overrides:
-        _override(override, model_args, hparams, settings, arguments)
+    laid_over = _read(overlay) if overlay else {}
+    for key, value in [*laid_over.items(), *map(_parse_override, overrides)]:
+        _override(key, value, model_args, hparams, settings, arguments)
     for part in (model_args, hparams, *arguments.values()):
         for key in part:
             check_argument_name(key)
@@ -174,20 +178,24 @@ def _mapping(value: Any, what: str) -> dict[str, Any]:
     return value
 
 
+def _parse_override(override: str) -> tuple[str, Any]:
+    key, equals, text = override.partition("=")
+    if not equals or not key.strip():
+        raise UserError(f"{override!r} is not of the form KEY=VALUE")
+    return key, _load(text, f"the value of {key}")
+
+
 def _override(
-    override: str,
+    key: str,
+    value: Any,
     model: dict[str, Any],
     hparams: dict[str, Any],
     settings: Mapping[str, dict[str, Any]],
     arguments: Mapping[str, dict[str, Any]],
 ) -> None:
-    key, equals, text = override.partition("=")
-    if not equals:
-        raise UserError(f"{override!r} is not of the form KEY=VALUE")
-    value = _load(text, f"the value of {key}")
     phase, dot, name = key.strip().replace("-", "_").rpartition(".")
     if not name:
-        raise UserError(f"{override!r} is not of the form KEY=VALUE")
+        raise UserError(f"{key!r} is no name of an argument")
     if dot and phase not in settings:
         raise UserError(f"there is no phase {phase!r}; there are {', '.join(settings)}")
     for each in [phase] if dot else settings:

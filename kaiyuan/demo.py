@@ -19,7 +19,7 @@ _MADE = {
     "corpus": "the parquet files",
     "tokenizer": "the tokenizer's four files",
     "data": "the converted phases: .bin, .idx, order, manifest",
-    "run": "checkpoints, losses, logs, loss.png",
+    "run": "checkpoints, losses, logs, report.html",
     _EXPORTED: "the Hugging Face model",
 }
 

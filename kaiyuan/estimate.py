@@ -1,4 +1,4 @@
-"""What a model weighs: parameters, floating-point operations, memory and checkpoints.
+"""What a model weighs: parameters, floating-point operations and checkpoints.
 
 Plain arithmetic on Megatron's arguments for the models that this project trains: decoder layers
 with grouped-query attention, RMSNorm and SwiGLU, without biases.
@@ -21,7 +21,7 @@ def padded_vocab_size(arguments: Arguments) -> int:
     return int(math.ceil(arguments["vocab_size"] / multiple) * multiple)
 
 
-def _attention_sizes(a: Arguments) -> tuple[int, int]:
+def attention_sizes(a: Arguments) -> tuple[int, int]:
     """Return the sizes of all queries and of all keys of a token."""
     heads = a["num_attention_heads"]
     size = a.get("kv_channels") or a["hidden_size"] // heads
@@ -33,7 +33,7 @@ def parameter_table(arguments: Arguments) -> dict[str, int]:
     """Return the number of parameters of each part of a model; their sum is exact."""
     a = arguments
     hidden, layers = a["hidden_size"], a["num_layers"]
-    queries, keys = _attention_sizes(a)
+    queries, keys = attention_sizes(a)
     head = queries // a["num_attention_heads"]
     rows = padded_vocab_size(a)
     norms = hidden * (4 if a.get("sandwich_norm") else 2)
@@ -64,67 +64,12 @@ def flops_per_token(arguments: Arguments) -> int:
     """
     a = arguments
     hidden = a["hidden_size"]
-    queries, keys = _attention_sizes(a)
+    queries, keys = attention_sizes(a)
     layer = hidden * (queries + 2 * keys) + queries * hidden + 3 * hidden * a["ffn_hidden_size"]
     # Scores and weighted values: 2 products of S/2 keys on average for each query.
     attention = queries * a["seq_length"]
     products = a["num_layers"] * (layer + attention) + hidden * padded_vocab_size(a)
     return 6 * products
-
-
-def memory_table(arguments: Arguments, data_parallel: int) -> dict[str, int]:
-    """Return the bytes that the fullest GPU (the first pipeline stage) needs, by part.
-
-    Left out: the CUDA context and what the allocator cannot use, some 3 to 5 GB.
-
-    Args:
-        arguments: of the phase.
-        data_parallel: number of data-parallel ranks.
-    """
-    a = arguments
-    tp = a.get("tensor_model_parallel_size", 1)
-    pp = a.get("pipeline_model_parallel_size", 1)
-    table = parameter_table(a)
-    ends = table["token embedding"], table["output layer"]
-    local = (sum(table.values()) - sum(ends)) / pp + (sum(ends) if pp == 1 else max(ends))
-    local /= tp
-    half = bool(a.get("bf16") or a.get("fp16"))
-    # Half precision: a master copy and two moments, fp32; without: the moments alone.
-    shards = data_parallel if a.get("use_distributed_optimizer") else 1
-    return {
-        "parameters": round(local * (2 if half else 4)),
-        "gradients (fp32)": round(local * 4),
-        "optimizer states": round(local * (12 if half else 8) / shards),
-        "activations of the layers": _layer_activations(a),
-        "logits and loss": _logits(a),
-    }
-
-
-def _layer_activations(a: Arguments) -> int:
-    """Return the bytes kept for the backward pass, without recomputing any."""
-    hidden, ffn = a["hidden_size"], a["ffn_hidden_size"]
-    queries, keys = _attention_sizes(a)
-    tp = a.get("tensor_model_parallel_size", 1)
-    pp = a.get("pipeline_model_parallel_size", 1)
-    rotated = 2 if a.get("qk_layernorm") else 1  # after the norm, and after the rotation
-    # Kept of each token: query, key, value; query and key again; what attention gave; what the
-    # MLP's first product and its gate gave.
-    split = queries + 2 * keys + rotated * (queries + keys) + queries + 3 * ffn
-    # The inputs and outputs of both norms, and the inputs of those after attention and MLP, which
-    # only sequence parallelism splits.
-    whole = (6 if a.get("sandwich_norm") else 4) * hidden
-    token = split / tp + whole / (tp if a.get("sequence_parallel") else 1)
-    # The first stage holds as many micro-batches as there are stages: pp x layers / pp.
-    tokens = a["micro_batch_size"] * a["seq_length"]
-    width = 2 if a.get("bf16") or a.get("fp16") else 4
-    return round(tokens * a["num_layers"] / pp * pp * token * width)
-
-
-def _logits(a: Arguments) -> int:
-    """Return the bytes of the logits, in the model's type and once in fp32."""
-    entries = a["micro_batch_size"] * a["seq_length"] * padded_vocab_size(a)
-    width = 2 if a.get("bf16") or a.get("fp16") else 4
-    return round(entries * (width + 4) / a.get("tensor_model_parallel_size", 1))
 
 
 def checkpoint_bytes(arguments: Arguments) -> int:

@@ -5,7 +5,7 @@ import re
 import shutil
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,42 +19,14 @@ from kaiyuan.checkpoint.hf_config import register_variant
 from kaiyuan.checkpoint.load import INDEX, TorchDistCheckpoint
 from kaiyuan.checkpoint.names import EMBEDDING
 from kaiyuan.checkpoint.safetensors_io import DTYPES
-from kaiyuan.errors import UserError
 from kaiyuan.files import MANIFEST, read_manifest, sha256_of_json
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How the next token is chosen.
-
-    Attributes:
-        max_new_tokens: at most so many tokens; the end of a document ends the text before.
-        temperature: divides the logits; 0 takes the likeliest token.
-        top_p: sample among the likeliest tokens that together have this probability.
-        seed: of the sampling.
-    """
-
-    max_new_tokens: int = 64
-    temperature: float = 0.0
-    top_p: float = 1.0
-    seed: int = 0
-
-    def check(self) -> None:
-        """Raise a UserError when a value makes no sense."""
-        if self.max_new_tokens < 1:
-            raise UserError(f"max-new-tokens must be at least 1, not {self.max_new_tokens}")
-        if self.temperature < 0:
-            raise UserError(f"temperature must not be negative: {self.temperature}")
-        if not 0 < self.top_p <= 1:
-            raise UserError(f"top-p must be above 0 and at most 1, not {self.top_p}")
-        if self.top_p < 1 and self.temperature == 0:
-            raise UserError("top-p samples: give --temperature as well")
+from kaiyuan.sampling import Sampling, check_length, check_prompts
 
 
 def generate(
     hf_folder: Path,
     prompts: Sequence[str],
-    sampling: Sampling = Sampling(),
+    sampling: Sampling,
     batch_size: int = 8,
     on_text: Callable[[str], None] | None = None,
 ) -> list[str]:
@@ -74,8 +46,7 @@ def generate(
         UserError: a prompt is empty or too long for the model, or the sampling makes no sense.
     """
     sampling.check()
-    if not prompts or not all(prompts):
-        raise UserError("there is an empty prompt: give at least one character")
+    check_prompts(prompts)
     transformers_logging.disable_progress_bar()
     register_variant()
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -89,7 +60,7 @@ def generate(
             list(prompts[start : start + batch_size]), return_tensors="pt", padding=True
         )
         ids = batch["input_ids"].to(device)
-        _check_length(ids.shape[1] + sampling.max_new_tokens, model.config.max_position_embeddings)
+        check_length(ids.shape[1] + sampling.max_new_tokens, model.config.max_position_embeddings)
         out = model.generate(
             ids,
             attention_mask=batch["attention_mask"].to(device),
@@ -111,14 +82,6 @@ def _choice(sampling: Sampling) -> dict[str, Any]:
         "top_p": sampling.top_p,
         "top_k": 0,
     }
-
-
-def _check_length(needed: int, most: int) -> None:
-    if needed > most:
-        raise UserError(
-            f"prompt and new tokens make {needed:,} tokens, the model was trained on {most:,}: "
-            "shorten the prompt or give a smaller --max-new-tokens"
-        )
 
 
 class _Streamer(TextStreamer):

@@ -1,5 +1,6 @@
 """A plan for people and programs: what will be trained, how long it takes, what it needs."""
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,32 +13,38 @@ from kaiyuan.errors import UserError
 from kaiyuan.estimate import (
     checkpoint_bytes,
     flops_per_token,
-    memory_table,
     num_parameters,
     parameter_table,
 )
 from kaiyuan.plan import Plan
-
-# What the tables say where nothing better is known; the measurements stand in docs/performance.md.
-DEFAULT_TFLOPS = 450.0
+from kaiyuan.profiling.estimate import Rates, memory_table, step_time
 
 
-def plan_summary(plan: Plan, gpus: int = 1, tflops: float = DEFAULT_TFLOPS) -> dict[str, Any]:
+def plan_summary(
+    plan: Plan, gpus: int = 1, tflops: float | None = None, rates: Rates | None = None
+) -> dict[str, Any]:
     """Return everything that `kaiyuan plan` says, as JSON values.
 
     Args:
         plan: of the training.
         gpus: number of all GPUs.
         tflops: that a GPU is expected to reach, in 10^12 operations a second, counted as
-            `kaiyuan.estimate.flops_per_token` counts.
+            `kaiyuan.estimate.flops_per_token` counts; None to estimate it.
+        rates: of the GPU, for the estimate; those of an H200 by default.
 
     Raises:
         UserError: the batch does not divide among the GPUs.
     """
     a = plan.phases[0].arguments
     tokens = plan.steps * a["global_batch_size"] * a["seq_length"]
-    seconds = tokens * flops_per_token(a) / (gpus * tflops * 1e12)
     layout = batch_layout(a, gpus)
+    operations = tokens * flops_per_token(a)
+    if tflops is None:
+        time = step_time(a, layout["data parallel"], rates)
+        seconds = plan.steps * time.step(layout["micro-batches a step"])
+        tflops = operations / (gpus * seconds * 1e12)
+    else:
+        seconds = operations / (gpus * tflops * 1e12)
     kept = kept_checkpoints(plan)
     return {
         "model": plan.params.name,
@@ -48,7 +55,7 @@ def plan_summary(plan: Plan, gpus: int = 1, tflops: float = DEFAULT_TFLOPS) -> d
         "tokens": tokens,
         "learning_rate_knots": learning_rate_knots(plan),
         "batch": layout,
-        "memory_bytes_a_gpu": memory_table(a, layout["data parallel"]),
+        "memory_bytes_a_gpu": memory_table(a, layout["data parallel"] * layout["context parallel"]),
         "flops_a_token": flops_per_token(a),
         "tflops_a_gpu": tflops,
         "hours": seconds / 3600,
@@ -88,13 +95,14 @@ def batch_layout(arguments: dict[str, Any], gpus: int) -> dict[str, int]:
     a = arguments
     tp = a.get("tensor_model_parallel_size", 1)
     pp = a.get("pipeline_model_parallel_size", 1)
+    cp = a.get("context_parallel_size", 1)
     batch, micro = a["global_batch_size"], a["micro_batch_size"]
-    if gpus % (tp * pp):
+    if gpus % (tp * pp * cp):
         raise UserError(
-            f"{gpus} processes cannot be split into groups of {tp} x {pp} "
-            "(tensor_model_parallel_size x pipeline_model_parallel_size)"
+            f"{gpus} processes cannot be split into groups of {tp} x {pp} x {cp} "
+            "(tensor_model_parallel_size x pipeline_model_parallel_size x context_parallel_size)"
         )
-    dp = gpus // (tp * pp)
+    dp = gpus // (tp * pp * cp)
     if batch % (micro * dp):
         raise UserError(
             f"the global batch of {batch} is no multiple of {micro * dp}, the micro-batch of "
@@ -103,6 +111,7 @@ def batch_layout(arguments: dict[str, Any], gpus: int) -> dict[str, int]:
     return {
         "tensor parallel": tp,
         "pipeline parallel": pp,
+        "context parallel": cp,
         "data parallel": dp,
         "micro-batch": micro,
         "micro-batches a step": batch // (micro * dp),
@@ -154,7 +163,9 @@ def plan_text(summary: dict[str, Any], plan: Plan) -> Group:
     parameters = _two_columns(f"{s['model']}: parameters", s["parameters"])
     memory = s["memory_bytes_a_gpu"]
     gigabytes = {part: f"{size / 1e9:.1f} GB" for part, size in memory.items()}
-    gigabytes["sum, without 3 to 5 GB of context"] = f"{sum(memory.values()) / 1e9:.1f} GB"
+    gigabytes["sum, without 1 to 3 GB of context and reserve"] = (
+        f"{sum(memory.values()) / 1e9:.1f} GB"
+    )
     return Group(
         parameters,
         _phase_table(s),
@@ -210,9 +221,10 @@ def _two_columns(title: str, rows: dict[str, Any]) -> Table:
 def _time_and_space(s: dict[str, Any]) -> str:
     each, number = s["checkpoints"]["bytes_each"], s["checkpoints"]["kept"]
     b = s["batch"]
-    gpus = b["data parallel"] * b["tensor parallel"] * b["pipeline parallel"]
+    kinds = ("data parallel", "tensor parallel", "pipeline parallel", "context parallel")
+    gpus = math.prod(b[kind] for kind in kinds)
     return (
-        f"{s['hours']:,.1f} hours on {gpus} GPUs at {s['tflops_a_gpu']:g} TFLOP/s each, for "
+        f"{s['hours']:,.1f} hours on {gpus} GPUs at {s['tflops_a_gpu']:.4g} TFLOP/s each, for "
         f"{s['flops_a_token'] / 1e9:.3f} GFLOP a token (forward and backward matrix products, "
         "causal attention counted as half, as Megatron counts)\n"
         f"{number} checkpoints of {each / 1e9:.1f} GB are kept; with the one that is being "

@@ -18,6 +18,8 @@ from kaiyuan.errors import UserError
 # The launcher shows lines with these marks; all others go to the log only.
 MARK = "[kaiyuan] "
 ERROR_MARK = MARK + "error: "
+# What follows is a step in JSON, which the launcher shows as it can; see kaiyuan/live.py.
+STEP_MARK = MARK + "step: "
 
 # Megatron's exit codes where a loss or gradient was no finite number, after it computed the step
 # again: "start once more, to see whether the GPU is at fault" and "it is not".

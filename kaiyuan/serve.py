@@ -15,7 +15,8 @@ def serve(hf_folder: Path, host: str, port: int) -> None:
     Through vLLM where it is installed, for its speed; otherwise through the server of
     transformers, which answers one request at a time and knows POST /v1/completions as well.
     Both call the model by the path of its folder. Neither asks who calls, so anything but
-    127.0.0.1 as ``host`` opens the model to the network.
+    127.0.0.1 as ``host`` opens the model to the network. The second also answers PUT /api, see
+    kaiyuan/serve_api.py.
 
     Args:
         hf_folder: an exported model.
@@ -41,7 +42,7 @@ def serve(hf_folder: Path, host: str, port: int) -> None:
             f"serve needs {', '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not "
             "installed: pip install 'kaiyuan[serve]'"
         )
-    from transformers.cli.serve import Serve
+    from kaiyuan.serve_api import Server
 
     print(announcement, file=sys.stderr)
-    Serve(force_model=str(hf_folder), host=host, port=port)
+    Server(force_model=str(hf_folder), host=host, port=port, non_blocking=True)

@@ -8,6 +8,7 @@ on after an interruption is the same thing, begun in the middle of a phase.
 import contextlib
 import dataclasses
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -20,10 +21,13 @@ from typing import IO
 from rich.console import Console
 
 from kaiyuan.errors import UserError
+from kaiyuan.live import TrainingView
 from kaiyuan.plan import PhasePlan, Plan
 from kaiyuan.plan_summary import batch_layout
-from kaiyuan.rank import ERROR_MARK, MARK
+from kaiyuan.rank import ERROR_MARK, MARK, STEP_MARK
 from kaiyuan.runfolder import CHECKPOINTS, latest_step, lock, record, settle_checkpoints
+
+_KILLED = re.compile(r"Signal \d+ \((SIG\w+)\) received by PID")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +52,8 @@ class Nodes:
             return [sys.executable, "-m", "kaiyuan.rank"]
         host, _, port = self.address.rpartition(":")
         meeting = (
-            ["--standalone"]
+            # its own default is the machine's name, which need not resolve
+            ["--standalone", "--local-addr=127.0.0.1"]
             if self.nodes == 1
             else [f"--master-addr={host}", f"--master-port={port}", f"--node-rank={self.rank}"]
         )
@@ -118,7 +123,7 @@ def train(
                 f"{phase.name}: steps {done + 1} to {phase.last_step} of {plan.steps}",
                 highlight=False,
             )
-            _run_phase(phase, data, run, nodes, handle, console)
+            _run_phase(phase, plan.steps, data, run, nodes, handle, console)
             if latest_step(run) < phase.last_step:
                 console.print(f"stopped and saved at step {latest_step(run)}", highlight=False)
                 return False
@@ -159,13 +164,21 @@ def chosen_phases(plan: Plan, only: str | None) -> Sequence[PhasePlan]:
 
 
 def _run_phase(
-    phase: PhasePlan, data: Path, run: Path, nodes: Nodes, lock: int, console: Console
+    phase: PhasePlan,
+    steps: int,
+    data: Path,
+    run: Path,
+    nodes: Nodes,
+    lock: int,
+    console: Console,
 ) -> None:
     log = run / "logs" / f"{phase.name}-node{nodes.rank}.log"
     log.parent.mkdir(exist_ok=True)
-    environment = _environment(nodes)
+    environment = environment_of(nodes)
+    # The last rank of all tells of the steps.
+    last = nodes.rank == nodes.nodes - 1
     command = [*nodes.command(), *phase_arguments(phase, data, run)]
-    errors: list[str] = []
+    heard = _Heard()
     with log.open("a", encoding="utf-8") as out:
         print("$", *command, file=out, flush=True)
         child = subprocess.Popen(
@@ -179,44 +192,78 @@ def _run_phase(
             start_new_session=True,  # Ctrl-C reaches it as the signal that saves
             preexec_fn=_ignore_sigterm if nodes.processes * nodes.nodes > 1 else None,
         )
-        with _signals_to(child, nodes) as signals:
+        with (
+            _signals_to(child, nodes) as signals,
+            TrainingView(phase, steps, console, signals, latest_step(run), live=last) as view,
+        ):
             # Not until the pipe is closed: what a killed rank had started may hold it open.
-            reader = threading.Thread(target=_show, args=(child, out, console, errors), daemon=True)
+            reader = threading.Thread(target=_show, args=(child, out, view, heard), daemon=True)
             reader.start()
             code = child.wait()
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(child.pid, signal.SIGKILL)
             reader.join(timeout=5)
-    if errors:
-        raise UserError(f"{errors[0]} (the log is {log})")
+    where = f"the log is {log}, and the same command goes on from step {latest_step(run)}"
+    killed = heard.killed_by or (_signal_name(-code) if code < 0 else "")
+    # Before the errors: when a rank is killed, the others complain of a lost connection.
+    if killed and not signals:
+        raise UserError(f"{phase.name} was killed by {killed}; {where}")
+    if heard.errors:
+        raise UserError(f"{heard.errors[0]} (the log is {log})")
     if code and signals:
         raise UserError(
             f"{phase.name} was stopped before it could save; the last checkpoint is of step "
             f"{latest_step(run)}, and the same command goes on from there"
         )
     if code:
-        raise UserError(f"{phase.name} failed with exit code {code}; the log is {log}")
+        raise UserError(f"{phase.name} failed with exit code {code}; {where}")
 
 
-def _show(child: subprocess.Popen[str], log: IO[str], console: Console, errors: list[str]) -> None:
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+@dataclasses.dataclass
+class _Heard:
+    """What the processes said that the launcher needs.
+
+    Attributes:
+        errors: sentences for the user.
+        killed_by: name of the signal that ended a rank, by torchrun's own report.
+    """
+
+    errors: list[str] = dataclasses.field(default_factory=list)
+    killed_by: str = ""
+
+
+def _show(child: subprocess.Popen[str], log: IO[str], view: TrainingView, heard: _Heard) -> None:
     """Copy what the processes print to the log, and what is meant for people to the console."""
     assert child.stdout is not None
     for line in child.stdout:
         if log.closed:
             return
+        # The steps stand in loss.csv, and in Megatron's own words in the log.
+        if line.startswith(STEP_MARK) and view.update(line.removeprefix(STEP_MARK)):
+            continue
         log.write(line)
         log.flush()
         if line.startswith(ERROR_MARK):
-            errors.append(line.removeprefix(ERROR_MARK).strip())
+            heard.errors.append(line.removeprefix(ERROR_MARK).strip())
         elif line.startswith(MARK):
-            console.print(" ", line.removeprefix(MARK).rstrip(), highlight=False)
+            view.console.print(" ", line.removeprefix(MARK).rstrip(), highlight=False)
+        elif killed := _KILLED.search(line):
+            heard.killed_by = heard.killed_by or killed[1]
 
 
 def _ignore_sigterm() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
-def _environment(nodes: Nodes) -> dict[str, str]:
+def environment_of(nodes: Nodes) -> dict[str, str]:
+    """Return the environment of the processes."""
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
     # W&B is used where wandb_project is given, and then sends nothing unless asked to.
     environment.setdefault("WANDB_MODE", "offline")
@@ -249,7 +296,7 @@ def _signals_to(child: subprocess.Popen[str], nodes: Nodes) -> Iterator[list[int
     def forward(number: int, _: object) -> None:
         came.append(number)
         last = signal.SIGTERM if len(came) == 1 else signal.SIGKILL
-        # The ranks themselves; torchrun ignores it, see _environment.
+        # The ranks themselves; torchrun ignores it, see environment_of.
         ranks = _children(child.pid) if nodes.processes * nodes.nodes > 1 else []
         for process in ranks or [child.pid]:
             with contextlib.suppress(ProcessLookupError):

@@ -34,7 +34,8 @@ _CHOICES = {
 # The launcher sets these itself.
 _DERIVED = (
     *("train_samples", "train_iters", "phase_transition_iterations", "phase_name", "data_path"),
-    *("save", "load", "record_to", "override_opt_param_scheduler"),
+    *("save", "load", "record_to", "override_opt_param_scheduler", "measure_to"),
+    "measure_seconds",
 )
 
 

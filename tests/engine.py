@@ -1,9 +1,11 @@
 """Trainings of a toy for the tests of the engine."""
 
+import contextlib
 import csv
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 from .conftest import ROOT
@@ -41,6 +43,28 @@ def train(run: Path, data: Path, params, *more, check=0, **options) -> str:
     out, error = process.communicate()
     assert process.returncode == check, out + error
     return out + error
+
+
+def wait_for(condition, process) -> None:
+    """Wait until a training that runs has come so far."""
+    deadline = time.monotonic() + 180
+    while not condition():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+def steps_done(run: Path) -> int:
+    """Return the number of recorded steps of a run that may be going."""
+    with contextlib.suppress(FileNotFoundError):
+        return len(records(run))
+    return 0
+
+
+def children(process: int) -> list[int]:
+    """Return the processes that one started."""
+    tasks = Path(f"/proc/{process}/task").iterdir()
+    return [int(n) for task in tasks for n in (task / "children").read_text().split()]
 
 
 def records(run: Path) -> list[dict[str, str]]:

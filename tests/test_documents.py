@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 
 from kaiyuan.config import load_params
+from kaiyuan.data.ends import build_ends
 from kaiyuan.data.phase import ConvertedPhase
-from kaiyuan.data.samples import OrderedDataset, build_ends
+from kaiyuan.data.samples import OrderedDataset
 
 from .engine import train
 from .test_params import ask_megatron

@@ -171,7 +171,8 @@ def test_mistakes(demo, tasks, tmp_path):
     assert "is not a folder" in said
 
 
-def test_lm_eval_knows_every_task_of_the_preset():
+@pytest.fixture(scope="module")
+def preset_index():
     import lm_eval.tasks
 
     home = Path(lm_eval.tasks.__file__).parent
@@ -180,7 +181,45 @@ def test_lm_eval_knows_every_task_of_the_preset():
         "mmlu/default ceval cmmlu arc super_glue commonsense_qa hellaswag openbookqa piqa siqa "
         "winogrande gsm8k minerva_math benchmarks humaneval mbpp"
     )
-    index = lm_eval.tasks.TaskManager(
+    return lm_eval.tasks.TaskManager(
         include_path=[home / name for name in names.split()], include_defaults=False
     )
-    assert [name for name in REPORT if name not in index.task_index] == []
+
+
+def test_lm_eval_knows_every_task_of_the_preset(preset_index):
+    assert [name for name in REPORT if name not in preset_index.task_index] == []
+
+
+def leaves(index: dict, name: str) -> list[str]:
+    """The single tasks of a task, a group or a tag."""
+    entry = index[name]
+    if entry.kind.name == "TAG":
+        return sorted(entry.tags)
+    if entry.kind.name == "GROUP":
+        return [leaf for part in entry.cfg["task"] for leaf in leaves(index, part)]
+    return [name]
+
+
+class ReachedTheDataError(Exception):
+    """A task asks for its data: there is no network here."""
+
+
+# Their modules fetch the metric from the hub when they are loaded.
+NEED_THE_HUB_AT_ONCE = ("humaneval", "mbpp")
+# Subjects that the papers of these benchmarks count.
+SUBJECTS = {"mmlu": 57, "cmmlu": 67, "ceval-valid": 52, "minerva_math": 7}
+
+
+@pytest.mark.parametrize("name", [name for name in REPORT if name not in NEED_THE_HUB_AT_ONCE])
+def test_lm_eval_builds_each_task_of_the_preset_up_to_its_data(name, preset_index, monkeypatch):
+    from lm_eval.api.task import ConfigurableTask
+
+    def download(*_: object) -> None:
+        raise ReachedTheDataError
+
+    monkeypatch.setattr(ConfigurableTask, "download", download)
+    singles = leaves(preset_index.task_index, name)
+    assert len(singles) == SUBJECTS.get(name, 1)
+    for single in singles:
+        with pytest.raises(ReachedTheDataError):
+            preset_index.load([single])

@@ -5,7 +5,6 @@ import os
 import resource
 import shutil
 import signal
-import time
 from collections import Counter
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from kaiyuan.errors import UserError
 from kaiyuan.plan import make_plan
 from kaiyuan.runfolder import TRACKER, latest_step, record, recorded, settle_checkpoints
 
-from .engine import losses, records, samples, start, train
+from .engine import losses, records, samples, start, steps_done, train, wait_for
 
 SHORT = (
     "phase1.max_samples=48",
@@ -44,20 +43,6 @@ def uninterrupted(params, data, tmp_path_factory):
     train(run, data, params, *SHORT)
     assert len(losses(run)) == STEPS
     return run
-
-
-def wait_for(condition, process):
-    deadline = time.monotonic() + 180
-    while not condition():
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
-
-
-def steps_done(run):
-    with contextlib.suppress(FileNotFoundError):
-        return len(losses(run))
-    return 0
 
 
 def smaller_files():

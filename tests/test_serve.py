@@ -16,9 +16,10 @@ from .conftest import run_kaiyuan
 PROMPT = "def load(self, name):\n"
 
 
-def ask(address: str, body: dict | None = None) -> dict:
+def ask(address: str, body: dict | None = None, method: str | None = None) -> dict:
     data = json.dumps(body).encode() if body is not None else None
-    request = urllib.request.Request(address, data, {"Content-Type": "application/json"})
+    kind = {"Content-Type": "application/json"}
+    request = urllib.request.Request(address, data, kind, method=method)
     with urllib.request.urlopen(request, timeout=120) as response:
         return json.load(response)
 
@@ -66,6 +67,37 @@ def test_the_text_is_that_of_generate(demo, address):
     assert sampled["choices"][0]["text"] not in ("", answer["choices"][0]["text"])
     with pytest.raises(urllib.error.HTTPError, match="400"):
         ask(f"{address}/v1/completions", body | {"model": "another"})
+
+
+def test_a_request_of_megatrons_server(demo, address):
+    prompts = [PROMPT, "import"]
+    words = [word for prompt in prompts for word in ("--prompt", prompt)]
+    model = demo.folder / "model"
+    done = run_kaiyuan("generate", model, *words, "--max-new-tokens", 16, "--json")
+    expected = [answer["prompt"] + answer["text"] for answer in json.loads(done.stdout)]
+    wait_for(address)
+
+    def put(**body: object) -> list[str]:
+        body = {"prompts": prompts, "tokens_to_generate": 16} | body
+        return ask(f"{address}/api", body, "PUT")["text"]
+
+    assert put(top_k=1) == expected
+
+    def sample(seed: int) -> list[str]:
+        return put(temperature=5, top_p=0.9, random_seed=seed)
+
+    assert sample(1) == sample(1)
+    assert expected != sample(1) != sample(2)
+    for wrong in (
+        {"prompts": []},
+        {"prompts": [""]},
+        {"tokens_to_generate": "16"},
+        {"temperature": 0},
+        {"top_k": 5, "top_p": 0.5},
+        {"beam_width": 2},
+    ):
+        with pytest.raises(urllib.error.HTTPError, match="422"):
+            put(**wrong)
 
 
 def test_only_the_loopback_is_served(address):

@@ -18,7 +18,7 @@ from kaiyuan.checkpoint.hf_config import (
 )
 from kaiyuan.checkpoint.load import ModelTensors, TorchDistCheckpoint
 from kaiyuan.checkpoint.safetensors_io import DTYPES, write_shards
-from kaiyuan.checkpoint.tokenizer import check_tokenizer, copy_tokenizer
+from kaiyuan.checkpoint.tokenizer import copy_tokenizer, tokenizer_of
 from kaiyuan.errors import UserError
 from kaiyuan.files import atomic_folder, sha256_of, write_manifest
 
@@ -48,10 +48,7 @@ def export(info: CheckpointInfo, output: Path, dtype: str = "bfloat16") -> dict[
     """
     if dtype not in DTYPES:
         raise UserError(f"dtype must be one of {', '.join(DTYPES)}, not {dtype}")
-    if info.tokenizer is None:
-        raise UserError(f"no tokenizer is known for {info.folder}: give --tokenizer DIR")
-    named_end = check_tokenizer(info.tokenizer, info.vocab_size)
-    end_of_document = info.history.get("end_of_document_id", named_end)
+    tokenizer, end_of_document = tokenizer_of(info)
     config = to_config(info, dtype, end_of_document)
     tensors = ModelTensors(TorchDistCheckpoint(info.folder), sizes_of(info))
     shapes = {n: s for e in tensors for n, s in zip(e.hf_names, e.hf_shapes, strict=True)}
@@ -59,7 +56,7 @@ def export(info: CheckpointInfo, output: Path, dtype: str = "bfloat16") -> dict[
         shards = write_shards(folder, hf_tensors(tensors), shapes, DTYPES[dtype])
         _write_json(folder / "config.json", config)
         _write_json(folder / "generation_config.json", _generation_config(end_of_document))
-        copy_tokenizer(info.tokenizer, folder)
+        copy_tokenizer(tokenizer, folder)
         if is_variant(info):
             (folder / VARIANT_CODE.name).write_bytes(VARIANT_CODE.read_bytes())
         (folder / "README.md").write_text(model_card(info, dtype), encoding="utf-8")

@@ -3,6 +3,7 @@
 import shutil
 from pathlib import Path
 
+from kaiyuan.checkpoint.describe import CheckpointInfo
 from kaiyuan.data.tokenizer import ENDOFTEXT, FILES, extract_tokenizer, load_tokenizer
 from kaiyuan.errors import UserError
 
@@ -23,6 +24,18 @@ def check_tokenizer(folder: Path, vocab_size: int) -> int | None:
             f"{vocab_size:,} entries: it was trained with another vocabulary"
         )
     return info.tokens.get(ENDOFTEXT)
+
+
+def tokenizer_of(info: CheckpointInfo) -> tuple[Path, int | None]:
+    """Return the folder of a checkpoint's tokenizer and the token that ends a document.
+
+    Raises:
+        UserError: no tokenizer is known, or it does not fit; see :func:`check_tokenizer`.
+    """
+    if info.tokenizer is None:
+        raise UserError(f"no tokenizer is known for {info.folder}: give --tokenizer DIR")
+    named_end = check_tokenizer(info.tokenizer, info.vocab_size)
+    return info.tokenizer, info.history.get("end_of_document_id", named_end)
 
 
 def copy_tokenizer(source: Path, target: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from kaiyuan import __version__
-from kaiyuan.cli import data, models, training
+from kaiyuan.cli import data, models, profiling, training
 from kaiyuan.errors import UserError
 
 app = typer.Typer(
@@ -19,7 +19,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for part in (data, training, models):
+for part in (data, training, profiling, models):
     app.add_typer(part.app)
 
 

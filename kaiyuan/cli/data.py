@@ -127,7 +127,7 @@ def convert(
     Example: kaiyuan convert --input data/phase3 --output out/phase3 --tokenizer tok --order rank
     """
     from kaiyuan.data import convert as verb
-    from kaiyuan.data.progress import describe_manifest, describe_plan
+    from kaiyuan.data.describe import describe_manifest, describe_plan
 
     options: dict[str, Any] = {
         "order": order,

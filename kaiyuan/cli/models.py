@@ -105,30 +105,45 @@ def generate_text(
     temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.")] = 0.0,
     top_p: Annotated[float, typer.Option(help="Sample among the likeliest.")] = 1.0,
     seed: Annotated[int, typer.Option(help="Of the sampling.")] = 0,
-    batch_size: Annotated[int, typer.Option(help="So many prompts at once.")] = 8,
+    batch_size: Annotated[int, typer.Option(min=1, help="So many prompts at once.")] = 8,
+    engine: Annotated[
+        str, typer.Option(help="transformers, or megatron for its own on the checkpoint itself.")
+    ] = "transformers",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     model: ModelFile = None,
     vocab_size: VocabSize = None,
     tokenizer: TokenizerFolder = None,
 ) -> None:
-    """Continue texts. A checkpoint is exported beside itself first, and that is kept.
+    """Continue texts. For transformers a checkpoint is exported beside itself, and that is kept.
 
     Example: kaiyuan generate toy/run --prompt "def main(" --max-new-tokens 32
     """
-    from kaiyuan.generate import Sampling, generate, model_folder
+    from kaiyuan.sampling import Sampling
 
     prompts = [*(prompt or []), *_prompt_lines(prompt_file)]
-    folder, _ = model_folder(checkpoint, model, vocab_size, tokenizer)
-    streamed = len(prompts) == 1 and not as_json
-    if streamed:
-        typer.echo(prompts[0], nl=False)
-    texts = generate(
-        folder,
-        prompts,
-        Sampling(max_new_tokens, temperature, top_p, seed),
-        batch_size,
-        on_text=(lambda text: print(text, end="", flush=True)) if streamed else None,
-    )
+    sampling = Sampling(max_new_tokens, temperature, top_p, seed)
+    streamed = len(prompts) == 1 and not as_json and engine == "transformers"
+    if engine == "megatron":
+        from kaiyuan.checkpoint.describe import describe_checkpoint
+        from kaiyuan.generate_megatron import generate_with_megatron
+
+        if (checkpoint / "config.json").is_file():
+            raise UserError(
+                f"{checkpoint} is an exported model, --engine megatron takes a checkpoint: "
+                "give the run, or make one with kaiyuan import"
+            )
+        info = describe_checkpoint(checkpoint, model, vocab_size, tokenizer)
+        texts = generate_with_megatron(info, prompts, sampling, batch_size)
+    elif engine == "transformers":
+        from kaiyuan.generate import generate, model_folder
+
+        folder, _ = model_folder(checkpoint, model, vocab_size, tokenizer)
+        if streamed:
+            typer.echo(prompts[0], nl=False)
+        write = (lambda text: print(text, end="", flush=True)) if streamed else None
+        texts = generate(folder, prompts, sampling, batch_size, on_text=write)
+    else:
+        raise UserError(f"engine must be transformers or megatron, not {engine}")
     pairs = zip(prompts, texts, strict=True)
     if streamed:
         typer.echo()

@@ -8,6 +8,11 @@ import typer
 
 app = typer.Typer()
 
+Overlay = Annotated[
+    Path | None,
+    typer.Option(help="YAML of arguments to change, as kaiyuan profile writes it."),
+]
+
 DataFolder = Annotated[
     Path | None, typer.Option(help="Folder with the converted phases, phase1 to phase5.")
 ]
@@ -30,8 +35,12 @@ def plan(
     data: DataFolder = None,
     gpus: Annotated[int, typer.Option(min=1, help="Number of all GPUs.")] = 1,
     tflops: Annotated[
-        float | None, typer.Option(min=0.001, help="Expected of each GPU, in TFLOP/s.")
+        float | None, typer.Option(min=0.001, help="Of each GPU, TFLOP/s; default: estimated.")
     ] = None,
+    calibration: Annotated[
+        Path | None, typer.Option(help="calibration.json of kaiyuan profile, for the estimate.")
+    ] = None,
+    overlay: Overlay = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show what a training will do and need; no GPU, torch or data is needed.
@@ -42,10 +51,12 @@ def plan(
 
     from kaiyuan.config import load_params
     from kaiyuan.plan import make_plan
-    from kaiyuan.plan_summary import DEFAULT_TFLOPS, plan_summary, plan_text
+    from kaiyuan.plan_summary import plan_summary, plan_text
+    from kaiyuan.profiling.estimate import read_calibration
 
-    planned = make_plan(load_params(model, changes or []), data)
-    summary = plan_summary(planned, gpus, tflops or DEFAULT_TFLOPS)
+    planned = make_plan(load_params(model, changes or [], overlay), data)
+    rates = read_calibration(calibration) if calibration else None
+    summary = plan_summary(planned, gpus, tflops, rates)
     if as_json:
         typer.echo(json.dumps(summary, indent=1))
     else:
@@ -60,6 +71,7 @@ def train(
     data: Annotated[Path, typer.Option(help="Folder with the converted phases.")],
     output: Annotated[Path, typer.Option(help="Folder of the run; gone on with if it exists.")],
     changes: Overrides = None,
+    overlay: Overlay = None,
     phase: Annotated[str | None, typer.Option(help="Train this phase only.")] = None,
     tokenizer: Annotated[
         Path | None, typer.Option(help="Held against the data's, and noted for export.")
@@ -90,7 +102,7 @@ def train(
     from kaiyuan.preflight import gpu_count, preflight
     from kaiyuan.train import Nodes, check_layout, phase_arguments, train
 
-    params = load_params(model, changes or [])
+    params = load_params(model, changes or [], overlay)
     nodes = Nodes(nproc or gpu_count() or 1, nnodes, node_rank, master)
     if dry_run:
         plan = make_plan(params, data)
@@ -107,20 +119,20 @@ def train(
 
 @app.command()
 def report(
-    run: Annotated[Path, typer.Argument(help="Folder of a run.")],
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs.")],
+    output: Annotated[
+        Path | None,
+        typer.Option(help="The page; default: RUN/report.html, of several runs comparison.html."),
+    ] = None,
 ) -> None:
-    """Show the phases of a run as a table and draw its loss curve.
+    """Show the phases of runs as tables, and write one HTML page of a run, or that compares them.
 
-    Example: kaiyuan report toy/run
+    The run may still be going. Example: kaiyuan report toy/run
     """
-    from rich.console import Console
+    from kaiyuan.report.verb import report as verb
 
-    from kaiyuan.report import draw_losses, phase_table
-
-    Console().print(phase_table(run))
-    picture = run / "loss.png"
-    draw_losses(run, picture)
-    typer.echo(f"loss curve: {picture}")
+    for line in verb(runs, output):
+        typer.echo(line)
 
 
 @app.command()

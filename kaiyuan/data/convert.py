@@ -19,7 +19,6 @@ from kaiyuan.data.indexed import id_dtype
 from kaiyuan.data.inputs import InputFile, find_inputs, read_rows
 from kaiyuan.data.order import Order, OrderKind, order_by_rank, order_hash
 from kaiyuan.data.phase import KIND, ORDER_FILE, ConvertedPhase, Shards
-from kaiyuan.data.progress import ConversionProgress
 from kaiyuan.data.single import SINGLE, write_single
 from kaiyuan.data.tokenizer import (
     ENDOFTEXT,
@@ -48,6 +47,7 @@ from kaiyuan.files import (
     write_json,
     write_manifest,
 )
+from kaiyuan.progress import ConversionProgress
 
 PLAN = "plan.json"
 FORMAT = 1  # raise it when the bytes of a shard would change for the same input

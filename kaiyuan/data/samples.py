@@ -1,6 +1,5 @@
 """Training samples of one phase, in the exact order of the data."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -8,11 +7,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kaiyuan.data.ends import build_ends, document_ends
 from kaiyuan.data.phase import ConvertedPhase
 from kaiyuan.errors import UserError
-from kaiyuan.files import atomic_write
-
-_SLICE = 4_000_000
 
 
 class OrderedDataset(torch.utils.data.Dataset[dict[str, Tensor]]):
@@ -26,8 +23,8 @@ class OrderedDataset(torch.utils.data.Dataset[dict[str, Tensor]]):
     Args:
         phase: the converted data.
         sequence_length: S, in tokens.
-        cache: folder for the ends of the documents, see `build_ends`; without it they are held
-            in memory.
+        cache: folder for the ends of the documents, see `kaiyuan.data.ends`; without it they are
+            held in memory.
         reset_positions: count positions from the beginning of each document, or of the sample
             where that cuts into a document; otherwise from the beginning of the sample.
 
@@ -48,7 +45,7 @@ class OrderedDataset(torch.utils.data.Dataset[dict[str, Tensor]]):
         self.order = phase.order()
         # stream position after each document of the training order
         self.ends: NDArray[np.int64] = (
-            np.concatenate([*_ends(phase)])
+            np.concatenate([*document_ends(phase)])
             if cache is None
             else np.load(build_ends(phase, cache), mmap_mode="r")
         )
@@ -102,38 +99,3 @@ class OrderedDataset(torch.utils.data.Dataset[dict[str, Tensor]]):
             "loss_mask": torch.ones(self.sequence_length),
             "position_ids": positions,
         }
-
-
-def build_ends(phase: ConvertedPhase, cache: Path) -> Path:
-    """Write where each document ends in the stream of the training order, unless it is there.
-
-    A file, because a phase has hundreds of millions of documents and every process of a machine
-    needs the numbers; they share the memory of the file. Its name is the hash of the data, so
-    that data that was converted again is never read with the ends of the old.
-
-    Args:
-        phase: the converted data.
-        cache: folder, made where it is missing.
-
-    Returns:
-        A .npy file, int64 [documents].
-    """
-    path = cache / f"{phase.content_hash}.ends.npy"
-    if not path.exists():
-        header = {"descr": "<i8", "fortran_order": False, "shape": (phase.num_documents,)}
-        with atomic_write(path) as stream:
-            np.lib.format.write_array_header_1_0(stream, header)
-            for part in _ends(phase):
-                part.tofile(stream)
-    return path
-
-
-def _ends(phase: ConvertedPhase) -> Iterator[NDArray[np.int64]]:
-    lengths, order = phase.document_lengths(), phase.order()
-    position = 0
-    for begin in range(0, phase.num_documents, _SLICE):
-        part = slice(begin, begin + _SLICE)
-        taken = lengths[part] if order is None else lengths[order[part]]
-        ends = position + np.cumsum(taken, dtype=np.int64)
-        position = int(ends[-1])
-        yield ends

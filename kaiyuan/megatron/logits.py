@@ -28,9 +28,7 @@ def logits(info: CheckpointInfo, tokens: Sequence[Sequence[int]]) -> npt.NDArray
         info: the checkpoint.
         tokens: ids, [batch, sequence].
     """
-    # Torch and Megatron warn of names of each other that are about to go.
-    warnings.simplefilter("ignore")
-    logging.getLogger("megatron").setLevel(logging.ERROR)
+    quiet()
     model = load_model(info)
     ids = torch.tensor(tokens, device=torch.cuda.current_device())
     positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
@@ -41,10 +39,22 @@ def logits(info: CheckpointInfo, tokens: Sequence[Sequence[int]]) -> npt.NDArray
     return out[..., : info.vocab_size].float().cpu().numpy()
 
 
-def load_model(info: CheckpointInfo) -> Any:
-    """Return Megatron's GPTModel in fp32 with the weights of a checkpoint, in one process.
+def quiet() -> None:
+    """Silence torch and Megatron, which warn of names of each other that are about to go."""
+    warnings.simplefilter("ignore")
+    logging.getLogger("megatron").setLevel(logging.ERROR)
 
-    Whatever split the checkpoint was trained with, it is loaded without one.
+
+def stored_dtype(info: CheckpointInfo) -> torch.dtype:
+    """Return the type of a checkpoint's weights."""
+    return TorchDistCheckpoint(info.folder).tensors[EMBEDDING.megatron].dtype
+
+
+def load_model(info: CheckpointInfo, dtype: torch.dtype = torch.float32) -> Any:
+    """Return Megatron's GPTModel with the weights of a checkpoint, in one process.
+
+    Whatever split and type the checkpoint was trained with, it is loaded without the one and in
+    ``dtype``.
     """
     if not torch.distributed.is_initialized():
         torch.distributed.init_process_group(
@@ -53,7 +63,7 @@ def load_model(info: CheckpointInfo) -> Any:
         parallel_state.initialize_model_parallel()
     model_parallel_cuda_manual_seed(0)
     arguments = canonical_model(info.model)
-    config = _transformer_config(arguments)
+    config = _transformer_config(arguments, dtype)
     rows = TorchDistCheckpoint(info.folder).tensors[EMBEDDING.megatron].shape[0]
     model = GPTModel(
         config,
@@ -71,7 +81,7 @@ def load_model(info: CheckpointInfo) -> Any:
     return model.eval().to(torch.cuda.current_device())
 
 
-def _transformer_config(arguments: dict[str, Any]) -> TransformerConfig:
+def _transformer_config(arguments: dict[str, Any], dtype: torch.dtype) -> TransformerConfig:
     return TransformerConfig(
         num_layers=arguments["num_layers"],
         hidden_size=arguments["hidden_size"],
@@ -89,6 +99,7 @@ def _transformer_config(arguments: dict[str, Any]) -> TransformerConfig:
         attention_dropout=0.0,
         bias_activation_fusion=False,
         use_cpu_initialization=True,
-        pipeline_dtype=torch.float32,
-        params_dtype=torch.float32,
+        pipeline_dtype=dtype,
+        params_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
     )

@@ -1,8 +1,14 @@
 """One line an iteration: what was trained on, and how it went."""
 
+import contextlib
 import csv
+import datetime
+import importlib.metadata
+import json
 import math
+import platform
 import statistics
+import sys
 import time
 from collections import deque
 from collections.abc import Callable
@@ -13,10 +19,12 @@ import megatron.training.training as training
 import torch
 from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
 
+from kaiyuan import __version__
 from kaiyuan.errors import UserError
 from kaiyuan.estimate import flops_per_token, peak_tflops
 from kaiyuan.files import atomic_write
-from kaiyuan.rank import MARK
+from kaiyuan.rank import STEP_MARK
+from kaiyuan.starts import Start, add_start
 
 COLUMNS = (
     "iteration",
@@ -34,6 +42,27 @@ COLUMNS = (
 )
 # A loss is compared with the median of so many steps before it, at least so many.
 _WINDOW, _ENOUGH = 100, 10
+# The launcher hears of a step at most so often, beside those that are due for a line in a log and
+# the last of a phase.
+_SHOW_SECONDS = 0.5
+_LAYOUT = (
+    "world_size",
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "data_parallel_size",
+    "micro_batch_size",
+    "params_dtype",
+    "transformer_impl",
+)
+# What computes, where it is installed.
+_PACKAGES = (
+    "torch",
+    "megatron-core",
+    "transformer-engine",
+    "triton",
+    "liger-kernel",
+    "flash-attn-4",
+)
 
 
 def install(args: Any) -> None:
@@ -52,6 +81,7 @@ class _Recorder:
         self.path = Path(args.record_to)
         self.training_log = training_log
         self.last_time: float | None = None
+        self.last_shown = 0.0
         self.losses: deque[float] = deque(maxlen=_WINDOW)
         self.flops = flops_per_token(vars(args))
         self.peak = peak_tflops(torch.cuda.get_device_name())
@@ -78,8 +108,9 @@ class _Recorder:
         self, iteration: int, loss: float, learning_rate: float | None, grad_norm: float | None
     ) -> None:
         if self.last_time is None:
-            kept = forget_after(self.path, iteration - 1)
+            kept, gone = forget_after(self.path, iteration - 1)
             self.losses.extend(float(row[COLUMNS.index("loss")]) for row in kept[-_WINDOW:])
+            add_start(self.path.parent, self._start(iteration, gone))
         seconds = None if self.last_time is None else time.perf_counter() - self.last_time
         speed = self._speed(seconds) if seconds else {}
         samples = self.args.consumed_train_samples
@@ -98,14 +129,56 @@ class _Recorder:
         )
         with self.path.open("a", newline="", encoding="utf-8") as stream:
             csv.writer(stream).writerow(row)
-        if iteration % self.args.log_interval == 0:
-            rate = f"learning rate {learning_rate or 0:.2e}"
-            steps = self.args.train_iters
-            print(f"{MARK}step {iteration:,} of {steps:,}: loss {loss:.4f}, {rate}", flush=True)
+        self._show(iteration, loss, learning_rate, seconds, speed)
         self._track(iteration, {**speed, "phase_samples": position})
         self._check_jump(iteration, loss)
         self.losses.append(loss)
         self.last_time = time.perf_counter()
+
+    def _start(self, iteration: int, gone: list[list[str]]) -> Start:
+        seconds = [row[COLUMNS.index("seconds")] for row in gone]
+        return Start(
+            step=iteration,
+            phase=self.args.phase_name,
+            time=datetime.datetime.now(datetime.UTC).replace(microsecond=0),
+            again=len(gone),
+            again_seconds=round(sum(float(text) for text in seconds if text), 1),
+            layout={
+                name: value if isinstance(value, int) else str(value).removeprefix("torch.")
+                for name in _LAYOUT
+                if (value := getattr(self.args, name)) is not None
+            },
+            versions=_versions(),
+            device=torch.cuda.get_device_name(),
+            data=str(Path(self.args.data_path[0]).absolute()) if self.args.data_path else None,
+        )
+
+    def _show(
+        self,
+        iteration: int,
+        loss: float,
+        learning_rate: float | None,
+        seconds: float | None,
+        speed: dict[str, float],
+    ) -> None:
+        due = iteration % self.args.log_interval == 0
+        ends = (*(self.args.phase_transition_iterations or ()), self.args.train_iters)
+        now = time.perf_counter()
+        if not due and iteration not in ends and now - self.last_shown < _SHOW_SECONDS:
+            return
+        self.last_shown = now
+        step = {
+            "step": iteration,
+            "loss": loss,
+            "learning_rate": learning_rate or 0,
+            "seconds": seconds,
+            "tokens_per_second": speed.get("tokens_per_second"),
+            "mfu": speed.get("mfu"),
+            "due": due,
+        }
+        # In one piece, so that no other rank's line gets into it.
+        sys.stdout.write(f"{STEP_MARK}{json.dumps(step)}\n")
+        sys.stdout.flush()
 
     def _steps_before(self, iteration: int) -> int:
         """Return the steps that were done when the phase of an iteration began."""
@@ -142,7 +215,16 @@ class _Recorder:
         )
 
 
-def forget_after(path: Path, iteration: int) -> list[list[str]]:
+def _versions() -> dict[str, str]:
+    """Return what computes; an extra that is not installed is left out."""
+    found = {"kaiyuan": __version__, "python": platform.python_version()}
+    for name in _PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found | ({"cuda": torch.version.cuda} if torch.version.cuda else {})
+
+
+def forget_after(path: Path, iteration: int) -> tuple[list[list[str]], list[list[str]]]:
     """Drop the records of iterations that a resumed run does again.
 
     Args:
@@ -150,13 +232,13 @@ def forget_after(path: Path, iteration: int) -> list[list[str]]:
         iteration: the last one that stays.
 
     Returns:
-        The records that stay.
+        The records that stay, and those that are dropped.
     """
-    kept: list[list[str]] = []
+    rows: list[list[str]] = []
     if path.exists():
         with path.open(newline="", encoding="utf-8") as stream:
-            rows = list(csv.reader(stream))[1:]
-        kept = [row for row in rows if len(row) == len(COLUMNS) and int(row[0]) <= iteration]
+            rows = [row for row in list(csv.reader(stream))[1:] if len(row) == len(COLUMNS)]
+    kept = [row for row in rows if int(row[0]) <= iteration]
     with atomic_write(path, "w") as out:
         csv.writer(out).writerows([COLUMNS, *kept])
-    return kept
+    return kept, [row for row in rows if int(row[0]) > iteration]

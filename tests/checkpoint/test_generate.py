@@ -11,7 +11,8 @@ from transformers import AutoModelForCausalLM
 from kaiyuan.checkpoint.describe import describe_checkpoint
 from kaiyuan.checkpoint.parity import megatron_logits
 from kaiyuan.errors import UserError
-from kaiyuan.generate import Sampling, exported, generate
+from kaiyuan.generate import exported, generate
+from kaiyuan.sampling import Sampling
 from tests.conftest import run_kaiyuan
 
 PROMPT = "def load(self, name):\n"
