@@ -34,8 +34,6 @@ def logits(info: CheckpointInfo, tokens: Sequence[Sequence[int]]) -> npt.NDArray
     positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
     with torch.inference_mode():
         out = model(ids, positions, None)
-    if cap := info.model.get("output_logit_cap"):
-        out = loss.soft_cap(out, float(cap))
     return out[..., : info.vocab_size].float().cpu().numpy()
 
 
@@ -76,6 +74,11 @@ def load_model(info: CheckpointInfo, dtype: torch.dtype = torch.float32) -> Any:
         position_embedding_type="rope",
         rotary_base=arguments["rotary_base"],
     )
+    if cap := arguments.get("output_logit_cap"):
+        # In training the loss does it.
+        model.output_layer.register_forward_hook(
+            lambda _layer, _inputs, out: (loss.soft_cap(out[0], cap), *out[1:])
+        )
     state = {"model": model.sharded_state_dict()}
     model.load_state_dict(dist_checkpointing.load(state, str(info.folder))["model"])
     return model.eval().to(torch.cuda.current_device())
