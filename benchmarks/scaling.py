@@ -297,7 +297,7 @@ def make_stopwatch(steps: int) -> Any:
             self.details = shares([e for e in events if e.device_type() == kind], wall)
             return out
 
-        def seconds(self) -> list[float]:
+        def times(self) -> list[float]:
             """Return how long each step took, but for the first and the profiled one."""
             torch.cuda.synchronize()
             return [measure.between(*pair) for pair in pairwise(self.ends)]
@@ -361,7 +361,7 @@ def work(args: argparse.Namespace) -> None:
     pretrain.provide_datasets = measure.provide_random  # type: ignore[assignment]
     watch.install()
     pretrain.run(arguments(args, layout, batches, steps))
-    seconds = watch.seconds()  # without the first step
+    seconds = watch.times()  # without the first step
     length = load_params(args.model).model["seq_length"]
     rows = []
     for i, batch in enumerate(batches):
