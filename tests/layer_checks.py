@@ -213,7 +213,7 @@ def small_model(**options: bool) -> torch.nn.Module:
     model_parallel_cuda_manual_seed(0)
     sizes = {"num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 48, "kv_channels": 8}
     heads = {"num_attention_heads": 4, "num_query_groups": 2, "norm_epsilon": 3e-5}
-    config = _transformer_config(sizes | heads)
+    config = _transformer_config(sizes | heads, torch.float32)
     spec = block_spec(SimpleNamespace(transformer=config), **options)
     return GPTModel(config, spec, 128, 16, position_embedding_type="rope")
 
