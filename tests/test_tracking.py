@@ -8,8 +8,8 @@ import pytest
 
 from kaiyuan.config import load_params
 from kaiyuan.errors import UserError
-from kaiyuan.preflight import preflight
-from kaiyuan.train import Nodes
+from kaiyuan.plan import make_plan
+from kaiyuan.preflight import _check_tracking
 
 from .engine import records, train
 
@@ -89,13 +89,14 @@ def test_an_offline_run_has_our_figures(asked, demo, make_params, tmp_path):
     assert not asked
 
 
-def test_wandb_that_is_missing_is_found_before_training(demo, tmp_path, monkeypatch):
+def test_wandb_that_is_missing_is_found_before_training(monkeypatch):
     import importlib.util
 
     real = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: None if name == "wandb" else real(name)
     )
-    params = load_params("toy", ["wandb_project=toys"])
+    plan = make_plan(load_params("toy", ["wandb_project=toys"]))
     with pytest.raises(UserError, match=r"wandb is not installed: pip install 'kaiyuan\[wandb\]'"):
-        preflight(params, demo.folder / "data", tmp_path / "run", Nodes())
+        _check_tracking(plan)
+    _check_tracking(make_plan(load_params("toy")))
