@@ -1,5 +1,6 @@
 """A plan for people and programs: what will be trained, how long it takes, what it needs."""
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -54,7 +55,7 @@ def plan_summary(
         "tokens": tokens,
         "learning_rate_knots": learning_rate_knots(plan),
         "batch": layout,
-        "memory_bytes_a_gpu": memory_table(a, layout["data parallel"]),
+        "memory_bytes_a_gpu": memory_table(a, layout["data parallel"] * layout["context parallel"]),
         "flops_a_token": flops_per_token(a),
         "tflops_a_gpu": tflops,
         "hours": seconds / 3600,
@@ -94,13 +95,14 @@ def batch_layout(arguments: dict[str, Any], gpus: int) -> dict[str, int]:
     a = arguments
     tp = a.get("tensor_model_parallel_size", 1)
     pp = a.get("pipeline_model_parallel_size", 1)
+    cp = a.get("context_parallel_size", 1)
     batch, micro = a["global_batch_size"], a["micro_batch_size"]
-    if gpus % (tp * pp):
+    if gpus % (tp * pp * cp):
         raise UserError(
-            f"{gpus} processes cannot be split into groups of {tp} x {pp} "
-            "(tensor_model_parallel_size x pipeline_model_parallel_size)"
+            f"{gpus} processes cannot be split into groups of {tp} x {pp} x {cp} "
+            "(tensor_model_parallel_size x pipeline_model_parallel_size x context_parallel_size)"
         )
-    dp = gpus // (tp * pp)
+    dp = gpus // (tp * pp * cp)
     if batch % (micro * dp):
         raise UserError(
             f"the global batch of {batch} is no multiple of {micro * dp}, the micro-batch of "
@@ -109,6 +111,7 @@ def batch_layout(arguments: dict[str, Any], gpus: int) -> dict[str, int]:
     return {
         "tensor parallel": tp,
         "pipeline parallel": pp,
+        "context parallel": cp,
         "data parallel": dp,
         "micro-batch": micro,
         "micro-batches a step": batch // (micro * dp),
@@ -218,7 +221,8 @@ def _two_columns(title: str, rows: dict[str, Any]) -> Table:
 def _time_and_space(s: dict[str, Any]) -> str:
     each, number = s["checkpoints"]["bytes_each"], s["checkpoints"]["kept"]
     b = s["batch"]
-    gpus = b["data parallel"] * b["tensor parallel"] * b["pipeline parallel"]
+    kinds = ("data parallel", "tensor parallel", "pipeline parallel", "context parallel")
+    gpus = math.prod(b[kind] for kind in kinds)
     return (
         f"{s['hours']:,.1f} hours on {gpus} GPUs at {s['tflops_a_gpu']:.4g} TFLOP/s each, for "
         f"{s['flops_a_token'] / 1e9:.3f} GFLOP a token (forward and backward matrix products, "

@@ -52,7 +52,8 @@ class Nodes:
             return [sys.executable, "-m", "kaiyuan.rank"]
         host, _, port = self.address.rpartition(":")
         meeting = (
-            ["--standalone"]
+            # its own default is the machine's name, which need not resolve
+            ["--standalone", "--local-addr=127.0.0.1"]
             if self.nodes == 1
             else [f"--master-addr={host}", f"--master-port={port}", f"--node-rank={self.rank}"]
         )

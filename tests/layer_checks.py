@@ -100,6 +100,67 @@ def merge_over_ranks() -> None:
     torch.testing.assert_close(lse - target, exact)
 
 
+def split_sequence() -> None:
+    """Two ranks with half of a sequence each give what one gives with all of it."""
+    from megatron.core.utils import get_batch_on_this_cp_rank
+
+    rank = int(os.environ["RANK"])
+    start_group(rank, 2)
+    ranks = torch.distributed.group.WORLD
+    torch.manual_seed(0)
+    whole = [torch.randn(16, 2, heads, 8, dtype=torch.double) for heads in (4, 2, 2)]
+    weight = torch.randn(16, 2, 32, dtype=torch.double)
+
+    def part(x: torch.Tensor) -> torch.Tensor:
+        named = {"x": x.detach().transpose(0, 1)}
+        split = get_batch_on_this_cp_rank(named, is_hybrid_cp=False, cp_group=ranks)
+        return split["x"].transpose(0, 1)
+
+    core = attention()
+    for x in whole:
+        x.requires_grad_()
+    out = core(*whole, None)
+    grads = torch.autograd.grad((out * weight).sum(), whole)
+    core.ranks = ranks
+    mine = [part(x).requires_grad_() for x in whole]
+    my_out = core(*mine, None)
+    my_grads = torch.autograd.grad((my_out * part(weight)).sum(), mine)
+    for ours, theirs in zip((my_out, *my_grads), (out, *grads), strict=True):
+        torch.testing.assert_close(ours, part(theirs))
+
+
+def overlapped_products() -> None:
+    """Three ranks with parts of the sequence give what Megatron's linear layers give."""
+    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core.model_parallel_config import ModelParallelConfig
+
+    from kaiyuan.megatron import overlap
+
+    rank = int(os.environ["RANK"])
+    start_group(rank, 3)
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=3)
+    tensor_parallel.model_parallel_cuda_manual_seed(0)
+    config = ModelParallelConfig(
+        tensor_model_parallel_size=3, sequence_parallel=True, use_cpu_initialization=True
+    )
+    options = {"config": config, "init_method": torch.nn.init.normal_, "bias": False}
+    column = tensor_parallel.ColumnParallelLinear(24, 42, **options)
+    options |= {"input_is_parallel": True, "skip_bias_add": True}
+    row = tensor_parallel.RowParallelLinear(42, 24, **options)
+    x = torch.randn(5, 2, 24, requires_grad=True)
+    weight = torch.randn(5, 2, 24)
+
+    def results() -> tuple[torch.Tensor, ...]:
+        out, _ = row(torch.tanh(column(x)[0]))
+        return out, *torch.autograd.grad((out * weight).sum(), [x, column.weight, row.weight])
+
+    theirs = results()
+    overlap.install()
+    assert "_Summed" in row(torch.tanh(column(x)[0]))[0].grad_fn.name()
+    for ours, expected in zip(results(), theirs, strict=True):
+        torch.testing.assert_close(ours, expected)
+
+
 def nodes_disagree() -> None:
     """Data that is not the same everywhere, and a folder that is not shared, are refused."""
     from pathlib import Path

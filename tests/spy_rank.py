@@ -19,21 +19,22 @@ def install() -> None:
     from megatron.training import get_args
 
     spoil, step = (os.environ.get("KAIYUAN_SPOIL") or "nothing 0").split()
-    seen: dict[int, int] = {}
+    seen: dict[tuple[int, int], int] = {}
 
     def forward_step(batches, model):
         iteration = get_args().curr_iteration + 1
-        number = seen[iteration] = seen.get(iteration, -1) + 1
+        # Each virtual stage of a pipeline sees all micro-batches.
+        number = seen[iteration, id(model)] = seen.get((iteration, id(model)), -1) + 1
 
-        def tapped():
-            batch = next(batches)
-            rows = [hashlib.md5(row.numpy().tobytes()).hexdigest() for row in batch["tokens"]]
+        def tapped(tokens, *args, **kwargs):
+            samples = tokens.reshape(-1, get_args().seq_length).cpu()
+            rows = [hashlib.md5(row.numpy().tobytes()).hexdigest() for row in samples]
             place = parallel_state.get_data_parallel_rank()
             with Path(os.environ["KAIYUAN_SPY"], f"{get_args().rank}.txt").open("a") as out:
                 print(iteration, number, place, *rows, file=out)
-            yield batch
+            return model(tokens, *args, **kwargs)
 
-        losses, function = forward(tapped() if "KAIYUAN_SPY" in os.environ else batches, model)
+        losses, function = forward(batches, tapped if "KAIYUAN_SPY" in os.environ else model)
         if iteration == int(step):
             losses = losses * float("nan") if spoil == "nan" else losses * 3
         return losses, function

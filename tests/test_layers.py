@@ -45,19 +45,24 @@ def test_kernels_of_the_loss_in_tritons_interpreter():
     assert process.returncode == 0, out
 
 
-def on_two_ranks(check, tmp_path):
-    ranks = [start(check, RANK=str(r), STORE=str(tmp_path / "store")) for r in (0, 1)]
+def on_ranks(number, check, tmp_path):
+    store = str(tmp_path / "store")
+    ranks = [start(check, RANK=str(rank), STORE=store) for rank in range(number)]
     for process in ranks:
         out, _ = process.communicate()
         assert process.returncode == 0, out
     return out
 
 
-def test_ranks_with_parts_of_the_vocabulary_agree(tmp_path):
-    on_two_ranks("merge_over_ranks", tmp_path)
+@pytest.mark.parametrize(
+    ("number", "check"),
+    [(2, "merge_over_ranks"), (2, "split_sequence"), (3, "overlapped_products")],
+)
+def test_ranks_with_parts_agree(number, check, tmp_path):
+    on_ranks(number, check, tmp_path)
 
 
 def test_nodes_that_see_different_files_are_named(tmp_path):
-    said = on_two_ranks("nodes_disagree", tmp_path)
+    said = on_ranks(2, "nodes_disagree", tmp_path)
     assert "the data is not the same everywhere: ranks 1 see other data than rank 0" in said
     assert "is not shared: ranks 1 do not see what rank 0 writes there" in said

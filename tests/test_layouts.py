@@ -1,4 +1,4 @@
-"""Data, tensor and pipeline parallelism give the curve of one process, from a common start."""
+"""All kinds of parallelism give the curve of one process, from a common start."""
 
 import shutil
 
@@ -12,6 +12,7 @@ SHORT += ["phase1.max_samples=32", "lr_warmup_samples=40", "micro_batch_size=2"]
 
 TENSOR = ["tensor_model_parallel_size=2", "sequence_parallel=true"]
 PIPELINE = ["pipeline_model_parallel_size=2"]
+CONTEXT = ["context_parallel_size=2"]
 LAYOUTS = {
     "data parallel 2": (2, []),
     "data parallel 4": (4, []),
@@ -20,6 +21,8 @@ LAYOUTS = {
     "data 2 x tensor 2": (4, TENSOR),
     "data 2 x pipeline 2": (4, PIPELINE),
     "tensor 2 x pipeline 2": (4, TENSOR + PIPELINE),
+    "context parallel 2": (2, CONTEXT),
+    "context 2 x tensor 2": (4, CONTEXT + TENSOR),
 }
 
 

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kaiyuan.cli.training import Model, Overlay, Overrides
 from kaiyuan.errors import UserError
 
 if TYPE_CHECKING:
@@ -15,11 +16,8 @@ app = typer.Typer()
 
 @app.command()
 def profile(
-    model: Annotated[str, typer.Argument(help="toy, gpt_smoke, qwen3_1p7b, or a params folder.")],
-    changes: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[KEY=VALUE]...", help="Megatron arguments to change in all."),
-    ] = None,
+    model: Model,
+    changes: Overrides = None,
     output: Annotated[
         Path | None, typer.Option(help="Folder; gone on with if it exists. Default: profile/MODEL.")
     ] = None,
@@ -30,9 +28,7 @@ def profile(
         list[str] | None,
         typer.Option(help="YAML file, or KEY=[VALUE,...]; repeatable. Default: by model."),
     ] = None,
-    overlay: Annotated[
-        Path | None, typer.Option(help="YAML of arguments to change in all.")
-    ] = None,
+    overlay: Overlay = None,
     data: Annotated[
         Path | None, typer.Option(help="A converted phase; default: random tokens.")
     ] = None,

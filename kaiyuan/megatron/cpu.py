@@ -81,6 +81,8 @@ class _CudaIsCpu(TorchFunctionMode):
             return args[0]
         if _is_cuda(kwargs.get("device")):
             kwargs = {**kwargs, "device": CPU}
+        if "pin_memory" in kwargs:  # RoPE with context parallelism makes its indices there
+            kwargs = {name: x for name, x in kwargs.items() if name != "pin_memory"}
         if func is torch.Tensor.to and len(args) > 1 and _is_cuda(args[1]):
             args = (args[0], CPU, *args[2:])
         result = func(*args, **kwargs)

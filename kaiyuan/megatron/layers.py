@@ -19,6 +19,8 @@ from megatron.core import parallel_state
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer import attention as megatron_attention
 from megatron.core.transformer import mlp as megatron_mlp
@@ -105,9 +107,12 @@ class ResidualRMSNorm(RMSNorm):
 class SDPA(MegatronModule):
     """Core attention through torch.nn.functional.scaled_dot_product_attention.
 
-    Causal; grouped queries are not copied out. The arguments are those with which Megatron's
-    SelfAttention builds its core attention.
+    Causal; grouped queries are not copied out. With context parallelism each rank has two chunks of
+    the sequence, gathers the keys and values of all ranks and attends with its own queries. The
+    arguments are those with which Megatron's SelfAttention builds its core attention.
     """
+
+    ranks: Any = None  # the group that shares a sequence, where one does
 
     def __init__(
         self,
@@ -117,6 +122,7 @@ class SDPA(MegatronModule):
         attention_type: str,
         attention_dropout: float | None = None,
         softmax_scale: float | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
         **_: Any,
     ) -> None:
         super().__init__(config=config)
@@ -124,6 +130,8 @@ class SDPA(MegatronModule):
             raise ValueError(f"only causal attention is built here, not {attn_mask_type}")
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         self.softmax_scale = softmax_scale
+        if config.context_parallel_size > 1 and pg_collection is not None:
+            self.ranks = pg_collection.cp
 
     def forward(
         self,
@@ -147,11 +155,23 @@ class SDPA(MegatronModule):
         Returns:
             [queries, batch, heads * head size]; packed: [tokens, heads * head size].
         """
+        if self.ranks is not None:
+            return self._attend_split(query, key, value)
         if packed_seq_params is None:
             return self._attend(query, key, value)
         lengths = packed_seq_params.cu_seqlens_q.diff().tolist()
         documents = zip(*(x.unsqueeze(1).split(lengths) for x in (query, key, value)), strict=True)
         return torch.cat([self._attend(*document) for document in documents]).squeeze(1)
+
+    def _attend_split(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        pairs = whole_sequence(torch.stack([key, value], dim=1), self.ranks)
+        chunk = query.shape[0] // 2
+        places = self.ranks.rank(), 2 * self.ranks.size() - 1 - self.ranks.rank()
+        out = []
+        for place, part in zip(places, query.split(chunk), strict=True):
+            keys, values = pairs[: (place + 1) * chunk].unbind(1)
+            out.append(self._attend(part, keys, values))
+        return torch.cat(out)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         num_queries, batch, num_heads, _size = query.shape
@@ -179,11 +199,27 @@ class SDPA(MegatronModule):
         return (
             query.is_cuda
             and query.dtype in (torch.bfloat16, torch.float16)
-            and query.shape[0] == num_keys
+            and (query.shape[0] == num_keys or self.ranks is not None)
             and query.shape[-1] in (64, 96, 128)
             and not (self.dropout and self.training)
             and flash.is_available(query.device)
         )
+
+
+def whole_sequence(x: Tensor, ranks: torch.distributed.ProcessGroup) -> Tensor:
+    """Gather a sequence that is split over ranks; the backward sums the gradients of all ranks.
+
+    Args:
+        x: [2 chunks, ...]: of n ranks, rank r has the chunks r and 2n - 1 - r, so that all have
+            the same work under a causal mask. That is Megatron's split.
+        ranks: that share the sequence.
+
+    Returns:
+        [2n chunks, ...], in order.
+    """
+    chunks = gather_from_sequence_parallel_region(x, group=ranks)
+    chunks = chunks.view(ranks.size(), 2, -1, *x.shape[1:])
+    return torch.cat([chunks[:, 0], chunks[:, 1].flip(0)]).flatten(0, 1)
 
 
 class SelfAttention(megatron_attention.SelfAttention):

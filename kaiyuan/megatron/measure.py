@@ -101,7 +101,7 @@ class Stopwatch:
     def steps_to_measure(self) -> int:
         """Return the same number on all ranks."""
         torch.cuda.synchronize()
-        last = _between(self.ends[-2], self.ends[-1])
+        last = between(self.ends[-2], self.ends[-1])
         number = min(max(_FEWEST, math.ceil(self.seconds / last)), _MOST)
         agreed = torch.tensor([number], device=torch.cuda.current_device())
         torch.distributed.broadcast(agreed, 0)
@@ -117,9 +117,9 @@ class Stopwatch:
         torch.cuda.synchronize()
         chunks = get_args().virtual_pipeline_model_parallel_size or 1
         measured = self.begins[WARM_UP:]
-        times = [_between(*pair) for begins in measured for pair in pairwise(begins)]
+        times = [between(*pair) for begins in measured for pair in pairwise(begins)]
         return {
-            "steps": [_between(*pair) for pair in pairwise(self.ends[WARM_UP - 1 :])],
+            "steps": [between(*pair) for pair in pairwise(self.ends[WARM_UP - 1 :])],
             "micro_batches": get_num_microbatches(),
             "micro_batch": statistics.median(times) * chunks if times else None,
             "loss": None if self.loss is None else float(self.loss.flatten()[0]),
@@ -146,7 +146,7 @@ def _mark() -> Any:
     return event
 
 
-def _between(first: Any, second: Any) -> float:
+def between(first: Any, second: Any) -> float:
     """Return the seconds between two marks that have been passed."""
     return second - first if cpu.is_active() else first.elapsed_time(second) / 1e3
 

@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.enums import ModelType
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.utils import get_batch_on_this_cp_rank
 from megatron.training import get_args, pretrain
 from megatron.training.argument_utils import (
     gpt_config_from_args,
@@ -22,7 +24,18 @@ from kaiyuan.data.ends import build_ends
 from kaiyuan.data.phase import ConvertedPhase
 from kaiyuan.data.samples import OrderedDataset
 from kaiyuan.errors import UserError
-from kaiyuan.megatron import arguments, cpu, fallbacks, layers, loss, measure, mends, nodes, records
+from kaiyuan.megatron import (
+    arguments,
+    cpu,
+    fallbacks,
+    layers,
+    loss,
+    measure,
+    mends,
+    nodes,
+    overlap,
+    records,
+)
 
 
 def loss_function(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -49,6 +62,9 @@ def forward_step(batches: Iterator[dict[str, Tensor]], model: torch.nn.Module) -
     if get_args().reset_attention_mask:
         documents = packed_documents(batch["position_ids"])
         batch = {name: x.reshape(1, -1) for name, x in batch.items()}
+    if get_args().context_parallel_size > 1:
+        ranks = parallel_state.get_context_parallel_group()
+        batch = get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=ranks)
     losses = model(
         batch["tokens"],
         batch["position_ids"],
@@ -107,9 +123,8 @@ def run(argv: Sequence[str]) -> None:
     else:
         fallbacks.install()
     mends.install()
+    overlap.install()
     args = arguments.parse(argv)
-    if args.context_parallel_size > 1:
-        raise UserError("context_parallel_size must be 1: our attention does not split sequences")
     _check_document_masks(args)
     model_config = gpt_config_from_args(args)
     if args.transformer_impl == "local":
@@ -142,4 +157,9 @@ def _check_document_masks(args: Any) -> None:
         raise UserError(
             "reset_attention_mask with pipeline_model_parallel_size > 1 needs micro_batch_size=1: "
             "the samples of a micro-batch are laid end to end"
+        )
+    if args.reset_attention_mask and args.context_parallel_size > 1:
+        raise UserError(
+            "reset_attention_mask needs context_parallel_size=1: documents that are kept apart are "
+            "not split among GPUs"
         )

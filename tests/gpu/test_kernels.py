@@ -219,8 +219,9 @@ def test_packed_documents_see_themselves_only() -> None:
         torch.testing.assert_close(packed[first:last], alone.squeeze(1))
 
 
+@pytest.mark.parametrize("queries", [1024, 512, 256])  # the last of 1024, as with a split sequence
 @pytest.mark.parametrize(("heads", "groups", "head"), [(16, 8, 128), (8, 4, 96)])
-def test_attention(heads: int, groups: int, head: int) -> None:
+def test_attention(heads: int, groups: int, head: int, queries: int) -> None:
     from kaiyuan.megatron import flash
     from kaiyuan.megatron.layers import SDPA
 
@@ -232,11 +233,13 @@ def test_attention(heads: int, groups: int, head: int) -> None:
         q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
         k, v = (x.repeat_interleave(heads // groups, 1) for x in (k, v))
         scores = q @ k.transpose(-1, -2) * head**-0.5
-        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device="cuda").triu(1)
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device="cuda")
+        mask = mask.triu(1 + 1024 - queries)
         out = scores.masked_fill(mask, -torch.inf).softmax(-1) @ v
         return out.permute(2, 0, 1, 3).flatten(2)
 
-    inputs = [normal(1024, 2, n, head) for n in (heads, groups, groups)]
+    core.ranks = object()  # a sequence that is split goes to FlashAttention, too
+    inputs = [normal(queries, 2, heads, head), *(normal(1024, 2, groups, head) for _ in range(2))]
     by = "FlashAttention-4" if flash.is_available(inputs[0].device) else "PyTorch"
-    name = f"attention by {by}, {heads} heads of {head}, {groups} groups"
-    compare(name, lambda q, k, v: core(q, k, v, None), plain, inputs)
+    name = f"attention by {by}, {heads} heads of {head}, {groups} groups, {queries}"
+    compare(name, core._attend, plain, inputs)

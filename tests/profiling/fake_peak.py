@@ -104,7 +104,9 @@ def build(a: dict[str, Any]) -> torch.nn.Module:
     )
     model = GPTModel(
         config,
-        layers.block_spec(SimpleNamespace(transformer=config)),
+        layers.block_spec(
+            SimpleNamespace(transformer=config), sandwich_norm=a.get("sandwich_norm", False)
+        ),
         vocab_size=a["vocab_size"],
         max_sequence_length=a["seq_length"],
         share_embeddings_and_output_weights=False,

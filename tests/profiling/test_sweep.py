@@ -198,7 +198,7 @@ def test_an_out_of_memory_ranks_last(tmp_path):
     assert load_params("gpt_smoke", overlay=tmp_path / "overlay.yaml") == params
 
 
-@pytest.mark.parametrize("model", ["gpt_smoke", "qwen3_1p7b"])
+@pytest.mark.parametrize("model", ["gpt_smoke", "qwen3_1p7b", "kaiyuan_2b_fp16"])
 def test_the_shipped_grids_have_eight_configurations_that_fit_an_h200(model):
     grid = read_grid([str(ROOT / "scripts/kaiyuan2b-profiling/params" / model / "grid.yaml")])
     run, _ = choose(candidates(load_params(model), grid, 1), 140 * 2**30, 100)
