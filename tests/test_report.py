@@ -451,6 +451,24 @@ def test_validation_and_evaluation_by_checkpoint(profile, interrupted):
 
 
 @needs_browser
+def test_what_is_no_finite_number(profile, tmp_path):
+    """Steps of fp16 that were left out, and a checkpoint that says nothing any more."""
+    rows = [{} for _ in range(50)]
+    rows[25] = {"loss": "nan", "grad_norm": "inf"}
+    make_run(tmp_path / "run", [10] * 5, rows)
+    (tmp_path / "run" / "validation-held.csv").write_text(
+        "iteration,loss,bits_per_byte\n10,3.25,1.5\n20,nan,nan\n"
+    )
+    write_page([Run(tmp_path / "run")], tmp_path / "page.html")
+    page = open_page(tmp_path / "page.html", profile)
+    assert page.console == []
+    assert page.series("loss") == {"each step": 49, "mean of 5 steps": 50}
+    assert page.series("grad_norm")["each step"] == 49
+    assert page.series("validation-held") == {"held": 1}
+    assert page.row("20") == ["nan", "nan"]
+
+
+@needs_browser
 def test_two_runs_on_one_page(profile, tmp_path):
     a, b = tmp_path / "a", tmp_path / "b"
     make_run(a, [10] * 5, [{"loss": 3.0}] * 50)

@@ -128,14 +128,14 @@ def validation_charts(runs: Sequence[Run], found: Sequence[Sequence[Validation]]
     charts = []
     for name in dict.fromkeys(v.name for mine in found for v in mine):
         series = [
-            {
-                "name": run.name if len(runs) > 1 else name,
-                "run": i,
-                "x": v.steps,
-                "y": v.losses,
-                "style": "points",
-                "color": i,
-            }
+            _series(
+                run.name if len(runs) > 1 else name,
+                i,
+                np.array(v.steps),
+                np.array(v.losses),
+                style="points",
+                color=i,
+            )
             for i, (run, mine) in enumerate(zip(runs, found, strict=True))
             for v in mine
             if v.name == name
@@ -152,10 +152,9 @@ def evaluation_chart(found: Sequence[Evaluation]) -> list[Chart]:
     names = list(dict.fromkeys(name for evaluation in found for name in evaluation.scores))
     series = []
     for color, name in enumerate(names[:_MOST_TASKS]):
-        points = [(e.step, e.scores[name][0]) for e in found if name in e.scores]
-        x, y = zip(*points, strict=True)
-        style = {"style": "points", "color": color}
-        series.append({"name": name, "run": 0, "x": list(x), "y": list(y), **style})
+        x = np.array([e.step for e in found if name in e.scores])
+        y = np.array([e.scores[name][0] for e in found if name in e.scores])
+        series.append(_series(name, 0, x, y, style="points", color=color))
     note = f"the first {_MOST_TASKS} of {len(names)}" if len(names) > _MOST_TASKS else ""
     return [_chart("evaluation", "Evaluation", "score", note=note) | {"series": series}]
 
