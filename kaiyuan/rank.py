@@ -14,6 +14,7 @@ import traceback
 from typing import NoReturn
 
 from kaiyuan.errors import UserError
+from kaiyuan.processes import end_with
 
 # The launcher shows lines with these marks; all others go to the log only.
 MARK = "[kaiyuan] "
@@ -85,6 +86,10 @@ def _not_finite() -> str:
         f"iterations_to_skip=[{step}] rerun_mode=disabled"
     )
 
+
+if __name__ == "__mp_main__":
+    # A process that a rank spawned, such as the checkpoint writer's helper.
+    end_with(os.getppid())
 
 if __name__ == "__main__":
     main()

@@ -204,3 +204,25 @@ def test_data_that_was_altered_is_refused_before_training(demo, two_phases, tmp_
     done = run_kaiyuan("train", two_phases, "--data", data, "--output", tmp_path / "run", check=2)
     assert path.name in done.stderr
     assert not (tmp_path / "run").exists()
+
+
+def test_what_a_rank_spawned_ends_with_it():
+    # spawn gives the child the main module of its parent, here kaiyuan.rank as in a training.
+    story = (
+        "import multiprocessing, sys, time; from kaiyuan import rank;"
+        "sys.modules['__main__'].__spec__ = rank.__spec__;"
+        "child = multiprocessing.get_context('spawn').Process(target=time.sleep, args=(60,));"
+        "child.start(); print(child.pid, flush=True); time.sleep(60)"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", story], stdout=subprocess.PIPE, text=True)
+    child = Path("/proc", parent.stdout.readline().strip())
+    time.sleep(1)  # it imports the main module before it sleeps
+    assert child.exists()
+    parent.kill()
+    parent.wait()  # not for the end of its output, which the child holds open
+    for _ in range(30):
+        if not child.exists():
+            return
+        time.sleep(0.1)
+    os.kill(int(child.name), signal.SIGKILL)
+    raise AssertionError("the child of a killed rank lives on")

@@ -3,8 +3,6 @@
 import contextlib
 import multiprocessing
 import os
-import threading
-import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -16,6 +14,7 @@ from kaiyuan.data.tokenizer import EncoderName, SpecialText, load_encoder
 from kaiyuan.data.units import Job, Unit, run_unit
 from kaiyuan.errors import UserError
 from kaiyuan.files import sha256_of
+from kaiyuan.processes import end_with
 
 ExecutorName = Literal["local", "ray"]
 _WORTH_A_PROCESS = 16 << 20  # bytes of text; below, starting a process takes longer than the work
@@ -119,17 +118,10 @@ def _start_worker(
     # Units are the parallelism; more threads in each would only get in each other's way.
     os.environ["RAYON_NUM_THREADS"] = "1"
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    threading.Thread(target=_die_with, args=(parent,), daemon=True).start()
+    end_with(parent)  # so that none writes into a later run
     # What is wrong with a tokenizer is found, and said, by the one that checks it.
     with contextlib.suppress(Exception):
         load_encoder(folder, json_sha256, encoder, special_text)
-
-
-def _die_with(parent: int) -> None:
-    """End this worker soon after its parent was killed, so that none writes into a later run."""
-    while os.getppid() == parent:
-        time.sleep(0.5)
-    os._exit(1)
 
 
 class RayExecutor:
