@@ -138,7 +138,7 @@ class _Summed(Function):
             place = end
         received = torch.empty_like(sent)
         sizes = [0 if rank == group.rank() else rows for rank in range(group.size())]
-        handle = torch.distributed.all_to_all_single(
+        handle: Any = torch.distributed.all_to_all_single(
             received, sent, sizes, sizes, group=group, async_op=True
         )
         out = x.new_empty(rows, *sent.shape[1:])
