@@ -4,6 +4,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from kaiyuan.data.corpus import make_corpus
+from kaiyuan.errors import UserError
 
 
 @pytest.fixture(scope="module")
@@ -62,3 +63,16 @@ def test_the_same_interpreter_gives_the_same_corpus(corpus, tmp_path):
     _, manifest = corpus
     again = make_corpus(tmp_path / "again")
     assert json.dumps(again) == json.dumps(manifest)
+
+
+def test_an_altered_file_is_found_when_the_command_is_given_again(tmp_path):
+    make_corpus(tmp_path)
+    path = tmp_path / "phase3/part-00001.zstd.parquet"
+    raw = bytearray(path.read_bytes())
+    raw[100] ^= 1
+    path.write_bytes(raw)
+    with pytest.raises(UserError, match="missing or was altered"):
+        make_corpus(tmp_path)
+    path.unlink()
+    with pytest.raises(UserError, match="missing or was altered"):
+        make_corpus(tmp_path)

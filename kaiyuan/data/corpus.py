@@ -22,6 +22,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from kaiyuan.errors import UserError
 from kaiyuan.files import atomic_write, read_manifest, sha256_of, write_manifest
 
 SOURCES = ("code", "english", "chinese")
@@ -57,9 +58,14 @@ def make_corpus(output: Path, seed: int = 1) -> dict[str, Any]:
     Returns:
         The manifest: for each phase its files (with size and SHA-256), rows, null and empty rows,
         and bytes of text.
+
+    Raises:
+        UserError: it is there, and one of its files is not what was written.
     """
     if (output / "manifest.json").exists():
-        return read_manifest(output, "corpus")
+        manifest = read_manifest(output, "corpus")
+        _check_files(output, manifest)
+        return manifest
     documents = {source: sorted(_documents(source), key=_by_score) for source in SOURCES}
     phases = []
     for number, (name, megabytes, share) in enumerate(_PHASES):
@@ -69,6 +75,17 @@ def make_corpus(output: Path, seed: int = 1) -> dict[str, Any]:
         rows = list(enumerate(_interleave(chosen))) if ranked else list(enumerate(chosen))
         phases.append(_write_phase(output / name, rows, ranked, rng))
     return write_manifest(output, "corpus", {"seed": seed, "phases": phases})
+
+
+def _check_files(output: Path, manifest: dict[str, Any]) -> None:
+    for phase in manifest["phases"]:
+        for file in phase["files"]:
+            path = output / phase["name"] / file["name"]
+            if not path.is_file() or sha256_of(path) != file["sha256"]:
+                raise UserError(
+                    f"{path} is missing or was altered: remove {output} and give the same command "
+                    "again"
+                )
 
 
 def _by_score(document: _Document) -> tuple[float, str]:
