@@ -226,8 +226,8 @@ def _time_and_space(s: dict[str, Any]) -> str:
     gpus = math.prod(b[kind] for kind in kinds)
     return (
         f"{s['hours']:,.1f} hours on {counted(gpus, 'GPU')} at {s['tflops_a_gpu']:.4g} TFLOP/s "
-        f"each, for {s['flops_a_token'] / 1e9:.3f} GFLOP a token (forward and backward matrix products, "
-        "causal attention counted as half, as Megatron counts)\n"
+        f"each, for {s['flops_a_token'] / 1e9:.3f} GFLOP a token (forward and backward matrix "
+        "products, causal attention counted as half, as Megatron counts)\n"
         f"{number} checkpoints of {each / 1e9:.1f} GB are kept; with the one that is being "
         f"written, {s['checkpoints']['bytes'] / 1e9:,.0f} GB\n"
     )
