@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -10,6 +11,9 @@ from pathlib import Path
 
 import pytest
 import yaml
+
+# A shell that starts the tests in the background lets them ignore Ctrl-C, and so all that they start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ROOT = Path(__file__).parent.parent
 PARAMS = ROOT / "scripts" / "kaiyuan2b-training" / "params"

@@ -145,7 +145,7 @@ def test_the_same_seed_gives_the_same_losses(train, begun, tmp_path):
 
 @pytest.mark.parametrize(
     "changes",
-    [(), ("pipeline_model_parallel_size=2",)],
+    [(), pytest.param(("pipeline_model_parallel_size=2",), marks=pytest.mark.slow)],
     ids=["data parallel", "pipeline"],
 )
 def test_two_processes_give_the_same_curve(train, begun, finished, tmp_path, changes):

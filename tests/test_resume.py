@@ -172,6 +172,7 @@ def test_a_changed_schedule_is_refused_with_both_values(params, data, copy):
     record(changed, copy)  # now it is the plan of the run
 
 
+@pytest.mark.slow
 def test_a_schedule_that_is_changed_on_purpose_is_the_one_that_runs(params, data, copy):
     # One step more, at another rate; and on a machine without make or a compiler.
     more = ("phase3.max_samples=40", "phase3.lr=1e-3", "phase3.min_lr=1e-3", "--allow-change")

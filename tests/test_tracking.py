@@ -70,6 +70,7 @@ def history(folder):
     return steps
 
 
+@pytest.mark.slow
 def test_an_offline_run_has_our_figures(asked, demo, make_params, tmp_path):
     pytest.importorskip("wandb")
     run = tmp_path / "run"

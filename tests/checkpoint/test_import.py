@@ -79,9 +79,9 @@ def test_a_tokenizer_without_vocab_and_merges_is_completed(tokenizer, tmp_path):
 @pytest.mark.parametrize(
     "layout",
     [
-        pytest.param("tp2", marks=pytest.mark.slow),
+        "tp2",
         pytest.param("pp2", marks=pytest.mark.slow),
-        "tp2pp2",
+        pytest.param("tp2pp2", marks=pytest.mark.slow),
     ],
 )
 def test_training_starts_from_an_import_at_any_layout(layout, hf, plan, tokenizer, tmp_path):

@@ -58,7 +58,7 @@ def wrong_magic(raw, rng):
 KINDS = [cut, flip_bit, flip_bit_of_footer, overwrite, wrong_magic]
 
 
-@pytest.mark.parametrize("compression", ["zstd", "none"])
+@pytest.mark.parametrize("compression", ["zstd", pytest.param("none", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_thirty_damaged_files_of_a_kind(tmp_path, small, monkeypatch, capsys, kind, compression):
     import pyarrow.parquet as pq
