@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-# A shell that starts the tests in the background lets them ignore Ctrl-C, and so all that they start.
+# A shell that starts the tests in the background lets them, and what they start, ignore Ctrl-C.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ROOT = Path(__file__).parent.parent
