@@ -55,6 +55,15 @@ def main() -> None:
         _leave(1)
 
 
+def help_rank() -> None:
+    """Ready a process that a rank spawned, such as the checkpoint writer's helper.
+
+    Slurm sends its SIGTERM to all processes of a job, and the save that follows needs the helper.
+    """
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    end_with(os.getppid())
+
+
 def _leave(code: int) -> NoReturn:
     """End at once: other ranks may wait in a collective that will never come."""
     for child in multiprocessing.active_children():  # the checkpoint writer, loader workers
@@ -88,8 +97,7 @@ def _not_finite() -> str:
 
 
 if __name__ == "__mp_main__":
-    # A process that a rank spawned, such as the checkpoint writer's helper.
-    end_with(os.getppid())
+    help_rank()
 
 if __name__ == "__main__":
     main()

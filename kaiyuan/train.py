@@ -210,6 +210,8 @@ def _run_phase(
         raise UserError(f"{phase.name} was killed by {killed}; {where}")
     if heard.errors:
         raise UserError(f"{heard.errors[0]} (the log is {log})")
+    if code and signals and not heard.stepped:
+        return  # it was still starting, so that nothing is lost
     if code and signals:
         raise UserError(
             f"{phase.name} was stopped before it could save; the last checkpoint is of step "
@@ -233,10 +235,12 @@ class _Heard:
     Attributes:
         errors: sentences for the user.
         killed_by: name of the signal that ended a rank, by torchrun's own report.
+        stepped: whether a step was done.
     """
 
     errors: list[str] = dataclasses.field(default_factory=list)
     killed_by: str = ""
+    stepped: bool = False
 
 
 def _show(child: subprocess.Popen[str], log: IO[str], view: TrainingView, heard: _Heard) -> None:
@@ -247,6 +251,7 @@ def _show(child: subprocess.Popen[str], log: IO[str], view: TrainingView, heard:
             return
         # The steps stand in loss.csv, and in Megatron's own words in the log.
         if line.startswith(STEP_MARK) and view.update(line.removeprefix(STEP_MARK)):
+            heard.stepped = True
             continue
         log.write(line)
         log.flush()
