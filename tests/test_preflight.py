@@ -77,6 +77,7 @@ def test_a_flipped_byte_is_found_by_hashes_only(data, tmp_path):
     assert binary.name in findings(data, tmp_path / "run", hashes=True)
 
 
+@pytest.mark.slow
 def test_tokenizers_must_be_one(demo, data, tmp_path):
     train_tokenizer(texts_of(demo.folder / "corpus"), tmp_path / "other", 1000)
     said = findings(data, tmp_path / "run", tokenizer=tmp_path / "other")
@@ -100,6 +101,7 @@ def test_a_disk_that_is_too_small(demo, tmp_path):
     assert "GB left" in said
 
 
+@pytest.mark.slow
 def test_a_missing_phase_and_too_few_gpus(data, tmp_path, monkeypatch):
     shutil.rmtree(data / "phase5")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
