@@ -140,7 +140,8 @@ def plan_conversion(
     """
     files = find_inputs(inputs, text_column, rank_column)
     order = _check_order(files, order, rank_column)
-    if executor is not None:
+    # Where all is done, only the plan is checked.
+    if executor is not None and not (Path(output) / MANIFEST).exists():
         text_bytes = sum(sum(file.text_bytes) for file in files)
         executor.start(Path(tokenizer), encoder, special_text, text_bytes)
     info = load_tokenizer(Path(tokenizer))
