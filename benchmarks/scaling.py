@@ -21,6 +21,7 @@ On a CPU, --gpus 2 --model toy --batch 8 --micro-batch 2 tries this program over
 import argparse
 import dataclasses
 import json
+import os
 import statistics
 import sys
 import tempfile
@@ -147,6 +148,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3, help="measured, of each global batch")
     parser.add_argument("--limit", type=int, default=100, help="seconds a measurement")
     parser.add_argument("--logs", type=Path, help="folder; not kept, unless given")
+    parser.add_argument("--traces", type=Path, help="folder for rank 0's profiled steps")
     parser.add_argument("--output", type=Path, default=Path("scaling.jsonl"))
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -178,7 +180,8 @@ def measure_all(args: argparse.Namespace) -> None:
     print("| step, s | peak GiB | exposed | busy comm. | loss | started after | GB/s |")
     print("|---" * 13 + "|", flush=True)
     baseline = 0.0
-    args.output.parent.mkdir(parents=True, exist_ok=True)
+    for folder in filter(None, (args.output.parent, args.traces)):
+        folder.mkdir(parents=True, exist_ok=True)
     with args.output.open("w") as out:
         for name in names:
             results = measure(args, name, known[name], gpus)
@@ -196,6 +199,7 @@ def measure(args: argparse.Namespace, name: str, layout: Layout, gpus: int) -> l
     command = [sys.executable, __file__, "--worker", name, "--gpus", str(gpus)]
     for option in ("model", "batch", "steps"):
         command += [f"--{option}", str(getattr(args, option))]
+    command += ["--traces", str(args.traces)] if args.traces else []
     command += ["--micro-batch", str(max(1, round(args.micro_batch * layout.micro_batch_factor)))]
     alone = name.startswith(BASELINE)
     size = 1 if alone else gpus
@@ -257,8 +261,11 @@ def table_rows(result: dict[str, Any], baseline: float) -> Iterator[str]:
 # ---- in the measuring processes ----
 
 
-def make_stopwatch(steps: int) -> Any:
-    """Return a stopwatch that times so many steps and looks into one more."""
+def make_stopwatch(steps: int, trace_to: Path | None = None) -> Any:
+    """Return a stopwatch that times so many steps and looks into one more.
+
+    With ``trace_to`` that step is written there for Perfetto, with what the processor did.
+    """
     import torch
     from megatron.core.num_microbatches_calculator import get_current_global_batch_size
     from megatron.training import get_args
@@ -284,14 +291,16 @@ def make_stopwatch(steps: int) -> Any:
             if len(self.ends) < steps:
                 return super().timed(*args, **kwargs)
             on_cpu = cpu.is_active()
+            activities = {ProfilerActivity.CPU if on_cpu else ProfilerActivity.CUDA}
+            activities |= {ProfilerActivity.CPU} if trace_to else set()
             torch.cuda.synchronize()
-            with profile(
-                activities=[ProfilerActivity.CPU if on_cpu else ProfilerActivity.CUDA]
-            ) as profiler:
+            with profile(activities=activities) as profiler:
                 start = time.perf_counter()
                 out = self.step(*args, **kwargs)
                 torch.cuda.synchronize()
                 wall = time.perf_counter() - start
+            if trace_to:
+                profiler.export_chrome_trace(str(trace_to))
             kind = DeviceType.CPU if on_cpu else DeviceType.CUDA
             events = profiler.profiler.kineto_results.events()
             self.details = shares([e for e in events if e.device_type() == kind], wall)
@@ -357,7 +366,9 @@ def work(args: argparse.Namespace) -> None:
     if not args.worker.startswith(BASELINE):
         batches.append(args.batch * args.gpus)
     steps = WARM_UP + args.steps  # of each global batch
-    watch = make_stopwatch(steps * len(batches))
+    trace_to = args.traces / f"{args.worker}.json.gz" if args.traces else None
+    first = not int(os.environ["RANK"])
+    watch = make_stopwatch(steps * len(batches), trace_to if first else None)
     pretrain.provide_datasets = measure.provide_random  # type: ignore[assignment]
     watch.install()
     pretrain.run(arguments(args, layout, batches, steps))

@@ -73,16 +73,19 @@ def _leave(code: int) -> NoReturn:
 
 def _reason(story: str) -> str:
     """Return a traceback in one sentence."""
-    # Torch's own writer does not pass on why a write failed.
-    full = ("CheckpointException", "No space left on device", "File too large", "Disk quota")
+    last = story.strip().splitlines()[-1]
+    # Megatron's writer does not pass on why a write failed.
+    full = ("Worker failure", "No space left on device", "File too large", "Disk quota")
     if any(text in story for text in full):
         return (
             "a checkpoint could not be written, most likely because the disk is full: make room "
             "and give the same command again, which goes on from the last complete checkpoint"
         )
+    if "CheckpointException" in story:
+        return f"the checkpoint could not be loaded: {last}"
     if "Unexpected result" in story:
         return _not_finite()
-    return "Megatron failed: " + story.strip().splitlines()[-1]
+    return f"Megatron failed: {last}"
 
 
 def _not_finite() -> str:

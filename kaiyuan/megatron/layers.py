@@ -104,7 +104,25 @@ class ResidualRMSNorm(RMSNorm):
         return super().forward(x)
 
 
-class SDPA(MegatronModule):
+class _WithExtraState(torch.nn.Module):
+    """Has an ``_extra_state`` in checkpoints, which is None.
+
+    TransformerEngine's module in the same place has one, for the scaling factors of FP8, and
+    Megatron does not load a checkpoint that lacks it.
+    """
+
+    def get_extra_state(self) -> None:
+        """Return what a checkpoint gets."""
+
+    def set_extra_state(self, state: object) -> None:
+        """Ignore what TransformerEngine wrote."""
+
+
+class StandaloneRMSNorm(_WithExtraState, RMSNorm):
+    """A norm that TransformerEngine does not fuse into the next product: query, key, final."""
+
+
+class SDPA(_WithExtraState, MegatronModule):
     """Core attention through torch.nn.functional.scaled_dot_product_attention.
 
     Causal; grouped queries are not copied out. With context parallelism each rank has two chunks of
@@ -345,10 +363,12 @@ def block_spec(
     parts.self_attention.module = SandwichSelfAttention if sandwich_norm else SelfAttention
     parts.self_attention.submodules.core_attention = SDPA
     if config.qk_layernorm:
-        parts.self_attention.submodules.q_layernorm = RMSNorm
-        parts.self_attention.submodules.k_layernorm = RMSNorm
+        parts.self_attention.submodules.q_layernorm = StandaloneRMSNorm
+        parts.self_attention.submodules.k_layernorm = StandaloneRMSNorm
     mlp = SandwichMLP if sandwich_norm else MLP
     parts.mlp = partial(mlp.as_mlp_submodule, submodules=parts.mlp.keywords["submodules"])
     parts.self_attn_bda = parts.mlp_bda = residual_add
     num_layers = get_num_layers_to_build(config, vp_stage=vp_stage)
-    return TransformerBlockSubmodules(layer_specs=[spec] * num_layers, layer_norm=RMSNorm)
+    return TransformerBlockSubmodules(
+        layer_specs=[spec] * num_layers, layer_norm=StandaloneRMSNorm
+    )

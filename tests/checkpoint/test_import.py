@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.distributed.checkpoint import FileSystemReader
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from kaiyuan.checkpoint.describe import TRACKER, describe_checkpoint
@@ -76,6 +77,13 @@ def test_a_tokenizer_without_vocab_and_merges_is_completed(tokenizer, tmp_path):
         assert (tmp_path / "back" / name).read_bytes() == (tokenizer / name).read_bytes()
 
 
+def names_in(folder):
+    """Return what a checkpoint has of the model: tensors, and TransformerEngine's extra states."""
+    index = FileSystemReader(folder).read_metadata().state_dict_metadata
+    others = ("optimizer", "opt_param_scheduler", "rng_state", "rerun_state_machine_state")
+    return {name for name in index if not name.startswith(others)}
+
+
 @pytest.mark.parametrize(
     "layout",
     [
@@ -100,6 +108,7 @@ def test_training_starts_from_an_import_at_any_layout(layout, hf, plan, tokenize
     )
     assert log.returncode == 0, log.stdout[-2000:] + log.stderr[-2000:]
     assert (tmp_path / "saved" / TRACKER).read_text() == "1"
+    assert names_in(tmp_path / "saved" / "iter_0000001") == names_in(tmp_path / "imported/release")
     shutil.copyfile(tmp_path / "imported" / MANIFEST, tmp_path / "saved" / MANIFEST)
     saved = describe_checkpoint(tmp_path / "saved", tokenizer=tokenizer)
     export(saved, tmp_path / "back", "float32")
