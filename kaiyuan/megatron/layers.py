@@ -369,6 +369,4 @@ def block_spec(
     parts.mlp = partial(mlp.as_mlp_submodule, submodules=parts.mlp.keywords["submodules"])
     parts.self_attn_bda = parts.mlp_bda = residual_add
     num_layers = get_num_layers_to_build(config, vp_stage=vp_stage)
-    return TransformerBlockSubmodules(
-        layer_specs=[spec] * num_layers, layer_norm=StandaloneRMSNorm
-    )
+    return TransformerBlockSubmodules(layer_specs=[spec] * num_layers, layer_norm=StandaloneRMSNorm)
