@@ -1,5 +1,6 @@
 """The command line: quick, and one sentence for what a user can mend."""
 
+import inspect
 import os
 import shutil
 import subprocess
@@ -8,6 +9,10 @@ import time
 from pathlib import Path
 
 import pytest
+from typer.models import OptionInfo
+
+from kaiyuan import cli
+from kaiyuan.errors import UserError
 
 from .conftest import one_line_error, run_kaiyuan
 
@@ -159,6 +164,31 @@ def test_an_unwritable_output_folder(demo, tmp_path, verb):
         "train": ["toy", "--data", demo.folder / "data", "--output", output],
     }[verb]
     assert f"cannot write to {output}" in one_line_error(verb, *argv)
+
+
+def test_an_empty_path_is_not_the_current_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert "the path given for out is empty" in one_line_error("demo", "--out", "")
+    assert not list(tmp_path.iterdir())
+
+
+def test_no_verb_takes_an_empty_path():
+    seen = 0
+    for group in cli.app.registered_groups:
+        for command in group.typer_instance.registered_commands:
+            verb = command.callback
+            argv = [command.name or verb.__name__]
+            for name, parameter in inspect.signature(verb).parameters.items():
+                info = parameter.annotation.__metadata__[0]
+                option = isinstance(info, OptionInfo)
+                if "Path" in str(parameter.annotation):
+                    seen += 1
+                    named = info.param_decls or [f"--{name}".replace("_", "-")] if option else []
+                    with pytest.raises(UserError, match=f"given for {name} is empty"):
+                        cli.app([*argv, *named, ""], standalone_mode=False)
+                if not option:
+                    argv.append("x")  # what comes before the next argument
+    assert seen > 30
 
 
 def test_debug_shows_the_traceback(tmp_path):

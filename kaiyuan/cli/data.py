@@ -6,9 +6,10 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from kaiyuan.cli.verbs import Verbs
 from kaiyuan.errors import UserError
 
-app = typer.Typer()
+app = Verbs()
 
 
 @app.command()

@@ -7,9 +7,10 @@ from typing import Annotated
 
 import typer
 
+from kaiyuan.cli.verbs import Verbs
 from kaiyuan.errors import UserError
 
-app = typer.Typer()
+app = Verbs()
 
 ModelFile = Annotated[
     Path | None,

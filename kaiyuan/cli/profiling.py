@@ -6,12 +6,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kaiyuan.cli.training import Model, Overlay, Overrides
+from kaiyuan.cli.verbs import Verbs
 from kaiyuan.errors import UserError
 
 if TYPE_CHECKING:
     from kaiyuan.profiling.sweep import Result
 
-app = typer.Typer()
+app = Verbs()
 
 
 @app.command()

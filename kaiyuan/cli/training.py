@@ -6,7 +6,9 @@ from typing import Annotated
 
 import typer
 
-app = typer.Typer()
+from kaiyuan.cli.verbs import Verbs
+
+app = Verbs()
 
 Overlay = Annotated[
     Path | None,
