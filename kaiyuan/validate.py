@@ -76,8 +76,8 @@ class Validation:
         self.phase = ConvertedPhase.open(data)
         known = recorded(home) or {}
         _check_tokenizer(self.phase, self.checkpoints[-1], known.get("tokenizer_hash"))
-        phases = known.get("phases", [])
-        self.trained_on = self.phase.content_hash in [p["content_hash"] for p in phases]
+        self.phases = known.get("phases", [])
+        self.trained_on = self.phase.content_hash in [p["content_hash"] for p in self.phases]
         self.name = home / f"validation-{data.resolve().name}"
         self.dataset = OrderedDataset(self.phase, self.checkpoints[-1].model["seq_length"])
         count = min(num_samples or len(self.dataset), len(self.dataset))
@@ -85,12 +85,23 @@ class Validation:
         self.samples = [i * len(self.dataset) // count for i in range(count)]
 
     def __iter__(self) -> Iterator[Point]:
-        """Measure one checkpoint after another."""
+        """Measure one checkpoint after another, with documents kept apart where training did."""
         for info in self.checkpoints:
+            self.dataset.reset_positions = _documents_apart(self.phases, info.iteration)
             loss = mean_loss(load_model(info), self.dataset, self.samples)
             counts = self.phase.manifest["counts"]
             bits = loss / math.log(2) * counts["tokens"] / counts["text_bytes"]
             yield Point(info.iteration, loss, bits)
+
+
+def _documents_apart(phases: list[dict[str, Any]], iteration: int) -> bool:
+    """Return whether the phase that ended with, or was in, an iteration kept documents apart."""
+    steps = 0
+    for phase in phases:
+        steps += phase["steps"]
+        if iteration <= steps:
+            return bool(phase["arguments"].get("reset_attention_mask"))
+    return False
 
 
 def _check_tokenizer(phase: ConvertedPhase, info: CheckpointInfo, expected: str | None) -> None:
@@ -132,7 +143,8 @@ def mean_loss(model: Any, dataset: OrderedDataset, samples: list[int]) -> float:
 
     Args:
         model: transformers' causal language model.
-        dataset: where the samples come from.
+        dataset: where the samples come from; where its positions begin anew with each document, no
+            token attends to another document.
         samples: their numbers.
     """
     total = 0.0
@@ -140,9 +152,13 @@ def mean_loss(model: Any, dataset: OrderedDataset, samples: list[int]) -> float:
     with torch.inference_mode():
         for first in range(0, len(samples), size):
             batch = [dataset[number] for number in samples[first : first + size]]
-            ids = torch.stack([sample["tokens"] for sample in batch]).to(model.device)
-            labels = torch.cat([sample["labels"] for sample in batch]).to(model.device)
-            hidden = model.model(ids).last_hidden_state.flatten(0, 1)
+            ids, positions, labels = (
+                torch.stack([sample[name] for sample in batch]).to(model.device)
+                for name in ("tokens", "position_ids", "labels")
+            )
+            # Without a cache transformers takes positions that begin anew for another document.
+            out = model.model(ids, position_ids=positions, use_cache=False)
+            hidden, labels = out.last_hidden_state.flatten(0, 1), labels.flatten()
             for begin in range(0, len(labels), _POSITIONS):
                 part = slice(begin, begin + _POSITIONS)
                 logits = model.lm_head(hidden[part]).float()

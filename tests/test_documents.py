@@ -7,8 +7,9 @@ from kaiyuan.config import load_params
 from kaiyuan.data.ends import build_ends
 from kaiyuan.data.phase import ConvertedPhase
 from kaiyuan.data.samples import OrderedDataset
+from kaiyuan.validate import Validation
 
-from .engine import train
+from .engine import losses, train
 from .test_params import ask_megatron
 
 APART = ("reset_attention_mask=true", "reset_position_ids=true")
@@ -59,7 +60,16 @@ def test_ends_of_documents_are_a_file_of_the_datas_content(phase, tmp_path):
 @pytest.mark.slow
 def test_training_with_documents_apart(demo, make_params, tmp_path):
     params, data = make_params(["phase4"]), demo.folder / "data"
-    short = ["phase4.max_samples=16", "lr_warmup_samples=8", "micro_batch_size=4"]
+    # Nothing is learnt, so that the losses of the steps are those of the checkpoint.
+    short = ["phase4.max_samples=16", "phase4.lr=0", "phase4.min_lr=0", "lr_warmup_samples=8"]
     train(tmp_path / "run", data, params, *short, *APART)
+    validation = Validation(tmp_path / "run", data / "phase4")
+    validation.samples = list(range(16))
+    trained = np.mean([float(loss) for loss in losses(tmp_path / "run")])
+    [point] = validation
+    assert point.loss == pytest.approx(trained, abs=1e-5)
+    validation.phases = []  # documents that are not kept apart have another loss
+    [mixed] = validation
+    assert abs(mixed.loss - trained) > 1e-4
     said = train(tmp_path / "half", data, params, *short, APART[1], check=2)
     assert "must be given together" in said

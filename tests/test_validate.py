@@ -3,6 +3,7 @@
 import csv
 import math
 import shutil
+from itertools import pairwise
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -13,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from kaiyuan.data.phase import ConvertedPhase
 from kaiyuan.errors import UserError
 from kaiyuan.files import read_manifest, write_manifest
-from kaiyuan.validate import Validation
+from kaiyuan.validate import Validation, _documents_apart
 
 from .conftest import run_kaiyuan
 
@@ -61,6 +62,46 @@ def test_the_last_point_is_transformers_loss_of_the_export(demo, validated):
     text_bytes = sum(len(text.encode()) for text in texts if text)
     bits = loss * len(stream_of(demo)) / math.log(2) / text_bytes
     assert float(rows[-1]["bits_per_byte"]) == pytest.approx(bits, abs=1e-4)
+
+
+def test_documents_are_kept_apart_where_training_kept_them_apart(demo, tmp_path):
+    # The last phase alone was trained so, by what run.json says.
+    run = shutil.copytree(demo.folder / "run", tmp_path / "run")
+    described = read_manifest(run, "run", "run.json")
+    described["phases"][-1]["arguments"]["reset_attention_mask"] = True
+    body = {key: value for key, value in described.items() if key not in ("kind", "seal")}
+    write_manifest(run, "run", body, "run.json")
+    validation = Validation(run, demo.folder / "data" / "phase5", 5)
+    plain = Validation(demo.folder / "run", demo.folder / "data" / "phase5", 5)
+    for each in (validation, plain):
+        each.checkpoints = each.checkpoints[-1:]
+    [apart], [together] = validation, plain
+    assert apart.loss == pytest.approx(loss_of_documents_alone(demo, 5), abs=1e-5)
+    assert abs(apart.loss - together.loss) > 1e-3
+    first = sum(phase["steps"] for phase in described["phases"][:-1])
+    assert not _documents_apart(validation.phases, first)
+    assert _documents_apart(validation.phases, first + 1)
+
+
+def loss_of_documents_alone(demo, samples) -> float:
+    """Mean loss of transformers' own forward of each document of the samples by itself."""
+    model = AutoModelForCausalLM.from_pretrained(demo.folder / "model", dtype=torch.float32)
+    phase = ConvertedPhase.open(demo.folder / "data" / "phase5")
+    stream = torch.from_numpy(stream_of(demo).astype(np.int64))
+    there = (len(stream) - 1) // SEQUENCE
+    losses = []
+    for number in range(samples):
+        start = number * there // samples * SEQUENCE
+        sample = stream[start : start + SEQUENCE + 1]
+        ends = torch.nonzero(sample[:-1] == phase.eod).flatten() + 1
+        bounds = sorted({0, *ends.tolist(), SEQUENCE})
+        for begin, end in pairwise(bounds):
+            with torch.inference_mode():
+                logits = model(input_ids=sample[None, begin:end]).logits[0]
+            labels = sample[begin + 1 : end + 1]
+            losses.append(torch.nn.functional.cross_entropy(logits, labels, reduction="none"))
+    assert len(losses) > samples  # there are samples of several documents
+    return torch.cat(losses).mean().item()
 
 
 def test_every_checkpoint_is_a_point_of_the_curve(demo, validated):
