@@ -87,6 +87,12 @@ def _phases(plan: Plan, seconds: float) -> Iterator[dict[str, Any]]:
         }
 
 
+def model_processes(arguments: dict[str, Any]) -> int:
+    """Return the number of processes that share one copy of the model and of its samples."""
+    kinds = ("tensor_model", "pipeline_model", "context")
+    return math.prod(arguments.get(f"{kind}_parallel_size", 1) for kind in kinds)
+
+
 def batch_layout(arguments: dict[str, Any], gpus: int) -> dict[str, int]:
     """Return how a global batch is split among GPUs.
 
@@ -98,12 +104,12 @@ def batch_layout(arguments: dict[str, Any], gpus: int) -> dict[str, int]:
     pp = a.get("pipeline_model_parallel_size", 1)
     cp = a.get("context_parallel_size", 1)
     batch, micro = a["global_batch_size"], a["micro_batch_size"]
-    if gpus % (tp * pp * cp):
+    if gpus % model_processes(a):
         raise UserError(
             f"{gpus} processes cannot be split into groups of {tp} x {pp} x {cp} "
             "(tensor_model_parallel_size x pipeline_model_parallel_size x context_parallel_size)"
         )
-    dp = gpus // (tp * pp * cp)
+    dp = gpus // model_processes(a)
     if batch % (micro * dp):
         raise UserError(
             f"the global batch of {batch} is no multiple of {micro * dp}, the micro-batch of "

@@ -20,7 +20,7 @@ from kaiyuan.data.verify import verify
 from kaiyuan.errors import UserError
 from kaiyuan.estimate import checkpoint_bytes
 from kaiyuan.plan import PhasePlan, Plan, converted_phase, make_plan
-from kaiyuan.plan_summary import kept_checkpoints
+from kaiyuan.plan_summary import batch_layout, kept_checkpoints, model_processes
 from kaiyuan.runfolder import arguments_hash, latest_step, recorded
 from kaiyuan.train import Nodes, check_layout, chosen_phases
 
@@ -211,19 +211,38 @@ def _check_arguments(plan: Plan, run: Path, nodes: Nodes) -> None:
     before = recorded(run)
     if before and before.get("arguments_hash") == arguments_hash(plan):
         return
-    question = {phase.name: to_argv(_without_tracking(phase)) for phase in plan.phases}
-    world_size = str(nodes.processes * nodes.nodes)
+    processes = nodes.processes * nodes.nodes
+    question = {phase.name: _judged(_without_tracking(phase), processes) for phase in plan.phases}
     answer = subprocess.run(
         [sys.executable, "-m", "kaiyuan.megatron.arguments", "--check"],
         input=json.dumps(question),
         capture_output=True,
         text=True,
-        env={**os.environ, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": world_size}
-        | {"CUDA_DEVICE_MAX_CONNECTIONS": "1"},
+        env={**os.environ, "RANK": "0", "LOCAL_RANK": "0", "CUDA_DEVICE_MAX_CONNECTIONS": "1"},
     )
     if answer.returncode:
         lines = answer.stderr.strip().splitlines() or ["no answer"]
         raise UserError(f"Megatron cannot be loaded: {lines[-1]}")
-    refused = json.loads(answer.stdout.splitlines()[-1])
+    refused: dict[str, list[str]] = {}
+    for name, why in json.loads(answer.stdout.splitlines()[-1]).items():
+        refused.setdefault(why, []).append(name)
     if refused:
-        raise UserError("; ".join(f"{name}: {why}" for name, why in refused.items()))
+        raise UserError("; ".join(_of_phases(plan, names) + why for why, names in refused.items()))
+
+
+def _judged(arguments: dict[str, Any], processes: int) -> tuple[int, list[str]]:
+    """Return the processes and the command line that Megatron is asked about.
+
+    Where the batch does not divide among the processes, which `check_layout` says, others that do:
+    Megatron would say the same in other words, and nothing of what else is wrong.
+    """
+    try:
+        batch_layout(arguments, processes)
+    except UserError:
+        processes = model_processes(arguments)
+        arguments = arguments | {"micro_batch_size": 1}
+    return processes, to_argv(arguments)
+
+
+def _of_phases(plan: Plan, names: list[str]) -> str:
+    return "" if len(names) == len(plan.phases) > 1 else f"{', '.join(names)}: "

@@ -3,9 +3,12 @@
 import argparse
 import contextlib
 import difflib
+import functools
 import json
+import os
 import re
 import sys
+import traceback
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -43,6 +46,7 @@ class _Parser(argparse.ArgumentParser):
         raise UserError(f"Megatron does not take these arguments: {message}")
 
 
+@functools.cache
 def build_parser() -> argparse.ArgumentParser:
     """Return Megatron's parser with our arguments, whose errors are UserErrors."""
     return add_own_arguments(add_megatron_arguments(_Parser(allow_abbrev=False)))
@@ -64,7 +68,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
     Raises:
         UserError: an unknown name (with the nearest known one), a value of the wrong type, or a
-            combination that Megatron's validation refuses.
+            combination that Megatron's validation refuses, or our forward step cannot do.
     """
     _, unknown = build_parser().parse_known_args(argv)
     if unknown:
@@ -76,18 +80,46 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     before = sys.argv
     sys.argv = [before[0], *argv]
     try:
-        return parse_and_validate_args(extra_args_provider=add_own_arguments)
+        args = parse_and_validate_args(extra_args_provider=add_own_arguments)
     except (AssertionError, ValueError, RuntimeError) as error:
-        reason = re.sub(r"\s+", " ", str(error)) or "see the log"
+        # Some of its assertions say nothing; their line says what had to hold.
+        text = str(error) or traceback.extract_tb(error.__traceback__)[-1].line or ""
+        reason = re.sub(r"\s+", " ", text)
         raise UserError(f"Megatron refuses this combination of arguments: {reason}") from error
     finally:
         sys.argv = before
+    _check_document_masks(args)
+    return args
 
 
-def refused(phases: dict[str, list[str]]) -> dict[str, str]:
-    """Return why command lines are refused, by their names; those that are not are left out."""
+def _check_document_masks(args: argparse.Namespace) -> None:
+    if args.reset_position_ids != args.reset_attention_mask:
+        raise UserError(
+            "reset_position_ids and reset_attention_mask must be given together: rotary positions "
+            "are relative, so that counting anew means something only where documents are apart"
+        )
+    stages, samples = args.pipeline_model_parallel_size, args.micro_batch_size
+    if args.reset_attention_mask and stages > 1 and samples > 1:
+        raise UserError(
+            "reset_attention_mask with pipeline_model_parallel_size > 1 needs micro_batch_size=1: "
+            "the samples of a micro-batch are laid end to end"
+        )
+    if args.reset_attention_mask and args.context_parallel_size > 1:
+        raise UserError(
+            "reset_attention_mask needs context_parallel_size=1: documents that are kept apart are "
+            "not split among GPUs"
+        )
+
+
+def refused(phases: dict[str, tuple[int, list[str]]]) -> dict[str, str]:
+    """Return why command lines are refused, by their names; those that are not are left out.
+
+    Args:
+        phases: for each name the number of processes and the command line.
+    """
     reasons = {}
-    for name, argv in phases.items():
+    for name, (processes, argv) in phases.items():
+        os.environ["WORLD_SIZE"] = str(processes)
         # Parsing fills Megatron's global variables, once a process.
         destroy_global_vars()
         destroy_num_microbatches_calculator()

@@ -125,7 +125,6 @@ def run(argv: Sequence[str]) -> None:
     mends.install()
     overlap.install()
     args = arguments.parse(argv)
-    _check_document_masks(args)
     model_config = gpt_config_from_args(args)
     if args.transformer_impl == "local":
         model_config.transformer_layer_spec = partial(
@@ -144,22 +143,3 @@ def run(argv: Sequence[str]) -> None:
         watch.write(Path(args.measure_to))
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
-
-
-def _check_document_masks(args: Any) -> None:
-    if args.reset_position_ids != args.reset_attention_mask:
-        raise UserError(
-            "reset_position_ids and reset_attention_mask must be given together: rotary positions "
-            "are relative, so that counting anew means something only where documents are apart"
-        )
-    stages, samples = args.pipeline_model_parallel_size, args.micro_batch_size
-    if args.reset_attention_mask and stages > 1 and samples > 1:
-        raise UserError(
-            "reset_attention_mask with pipeline_model_parallel_size > 1 needs micro_batch_size=1: "
-            "the samples of a micro-batch are laid end to end"
-        )
-    if args.reset_attention_mask and args.context_parallel_size > 1:
-        raise UserError(
-            "reset_attention_mask needs context_parallel_size=1: documents that are kept apart are "
-            "not split among GPUs"
-        )
