@@ -14,7 +14,6 @@ from kaiyuan.files import read_manifest, write_manifest
 from kaiyuan.preflight import preflight
 from kaiyuan.train import Nodes
 
-
 # A checkpoint of the toy takes 20 MB: fifty million of them fit nowhere.
 VAST = ("vocab_size=151936", "hidden_size=100000", "ffn_hidden_size=1000000", "num_layers=1000")
 
