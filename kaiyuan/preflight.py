@@ -159,7 +159,7 @@ def _check_tokenizer(plan: Plan, tokenizer: Path | None) -> None:
 
 
 def _check_output(run: Path) -> None:
-    """Write to the nearest folder that exists."""
+    """Write to the nearest folder that exists; a file is none."""
     try:
         with tempfile.TemporaryFile(dir=_existing(run)):
             pass
@@ -186,7 +186,7 @@ def _check_disk(plan: Plan, run: Path) -> None:
 
 def _existing(path: Path) -> Path:
     path = path.absolute()
-    while not path.is_dir() and path != path.parent:
+    while not path.exists() and path != path.parent:
         path = path.parent
     return path
 

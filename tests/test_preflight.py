@@ -45,9 +45,12 @@ def test_everything_is_found_at_once(data, tmp_path):
     binary.write_bytes(binary.read_bytes()[:-4])
     order = read_manifest(data / "phase4", "phase")["order"]
     seal_again(data / "phase4", order=order | {"kind": "rank-desc"})
+    # Below a file: not even root can write there.
+    (tmp_path / "file").write_text("")
+    run = tmp_path / "file" / "run"
     said = findings(
         data,
-        tmp_path / "run",
+        run,
         "micro_batch_size=3",
         "fp16=true",
         "bf16=true",
@@ -55,12 +58,13 @@ def test_everything_is_found_at_once(data, tmp_path):
         *VAST,
         tokenizer=tmp_path / "nothing",
     )
-    assert said.startswith("6 things stand in the way")
+    assert said.startswith("7 things stand in the way")
     for part in (
         f"{binary.name} has",
         "phase4 was converted in rank-desc order",
         "the global batch of 8 is no multiple of 3",
         "nothing is not a whole tokenizer",
+        f"cannot write to {run}",
         "more checkpoints need",
         "GB left",
         # Of an assertion that says nothing, its line.
