@@ -11,7 +11,7 @@ from rich.console import Console
 
 from kaiyuan.config import load_params
 from kaiyuan.errors import UserError
-from kaiyuan.files import read_manifest
+from kaiyuan.files import make_folder, read_manifest
 
 PROMPT = "The function returns"
 _EXPORTED = "model"
@@ -37,12 +37,7 @@ def run_demo(out: Path, command: Callable[[Sequence[str]], Any], console: Consol
     Raises:
         UserError: a step failed, or ``out`` cannot be written to.
     """
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        (out / ".writable").touch()
-        (out / ".writable").unlink()
-    except OSError as error:
-        raise UserError(f"cannot write to {out}: {error.strerror}") from error
+    make_folder(out)
     begin = time.perf_counter()
     steps = list(_steps(out))
     difference = None

@@ -21,6 +21,20 @@ MANIFEST = "manifest.json"
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
+def make_folder(path: Path) -> None:
+    """Make a folder, unless it is there, and try whether it can be written to.
+
+    Raises:
+        UserError: it cannot.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        raise UserError(f"cannot write to {path}: {error.strerror}") from error
+
+
 @contextlib.contextmanager
 def atomic_write(path: Path, mode: str = "wb") -> Iterator[IO[Any]]:
     """Open a temporary file that takes the place of ``path`` when the block ends without error.

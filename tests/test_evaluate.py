@@ -9,7 +9,8 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from kaiyuan.evaluate import REPORT
+from kaiyuan.errors import UserError
+from kaiyuan.evaluate import REPORT, Job, load_harness, task_names
 
 from .conftest import one_line_error, run_kaiyuan
 
@@ -158,17 +159,20 @@ def test_limit(demo, tasks, tmp_path):
     assert summary["results"]["local_choice"]["acc,none"] == 1.0
 
 
-def test_mistakes(demo, tasks, tmp_path):
+def test_mistakes(demo, tasks, tmp_path, monkeypatch):
     model = demo.folder / "model"
     said = one_line_error("evaluate", model, "--tasks", "local_chioce", "--include-path", tasks)
     assert f"no task 'local_chioce' in {tasks}; did you mean 'local_choice'?" in said
-    said = one_line_error("evaluate", model, "--tasks", ",", "--include-path", tasks)
-    assert "which tasks" in said
+    # The others in this process, which keeps its environment.
+    for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
+        monkeypatch.setenv(name, "1")
+    with pytest.raises(UserError, match="which tasks"):
+        task_names(",")
     (tmp_path / "code.yaml").write_text("task: code\nunsafe_code: true\n")
-    said = one_line_error("evaluate", model, "--tasks", "code", "--include-path", tmp_path)
-    assert "--run-code" in said
-    said = one_line_error("evaluate", model, "--tasks", "code", "--include-path", tmp_path / "no")
-    assert "is not a folder" in said
+    with pytest.raises(UserError, match="--run-code"):
+        load_harness(Job(("code",), tmp_path))
+    with pytest.raises(UserError, match="is not a folder"):
+        load_harness(Job(("code",), tmp_path / "no"))
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from kaiyuan.errors import UserError
-from kaiyuan.files import atomic_write, read_manifest, sha256_of, write_manifest
+from kaiyuan.files import atomic_write, make_folder, read_manifest, sha256_of, write_manifest
 
 SOURCES = ("code", "english", "chinese")
 
@@ -60,12 +60,14 @@ def make_corpus(output: Path, seed: int = 1) -> dict[str, Any]:
         and bytes of text.
 
     Raises:
-        UserError: it is there, and one of its files is not what was written.
+        UserError: it is there, and one of its files is not what was written; or it cannot be
+            written.
     """
     if (output / "manifest.json").exists():
         manifest = read_manifest(output, "corpus")
         _check_files(output, manifest)
         return manifest
+    make_folder(output)  # before the texts are gathered, which takes seconds
     documents = {source: sorted(_documents(source), key=_by_score) for source in SOURCES}
     phases = []
     for number, (name, megabytes, share) in enumerate(_PHASES):
