@@ -23,6 +23,7 @@ from typing import Any
 
 import yaml
 
+from kaiyuan.accepted import ACCEPTED, DERIVED, MODEL
 from kaiyuan.errors import UserError
 from kaiyuan.values import check_values, is_whole
 
@@ -39,8 +40,6 @@ OWN_ARGUMENTS: dict[str, tuple[type, str]] = {
     "output_logit_cap": (float, "Cap the output logits: cap * tanh(logits / cap)."),
 }
 _OWN_FLAGS = [name for name, (kind, _) in OWN_ARGUMENTS.items() if kind is bool]
-# Those of them that make another model of it: export looks for them in model.yaml.
-_MODEL_ARGUMENTS = ("sandwich_norm", "output_logit_cap")
 ORDERS = ("file", "rank", "rank-desc")
 _PHASE_KEYS = ("order", "tokens", "max_samples")
 _ROOT = Path(__file__).parent
@@ -131,8 +130,12 @@ def load_params(model: str, overrides: Sequence[str] = (), overlay: Path | None 
     for part in (model_args, hparams, *arguments.values()):
         for key in part:
             check_argument_name(key)
-            if key in _MODEL_ARGUMENTS and part is not model_args:
-                raise UserError(f"{key} makes another model: it belongs in model.yaml")
+            if key in MODEL and part is not model_args:
+                raise UserError(
+                    f"{key} is part of the model, which all phases share: it belongs in model.yaml"
+                )
+    if any("global_batch_size" in part for part in arguments.values()):
+        raise UserError("global_batch_size must be the same in all phases")
     params = Params(
         name=folder.name,
         model=model_args,
@@ -204,7 +207,7 @@ def _override(
         elif dot or name in arguments[each]:
             arguments[each][name] = value
     if not dot and name not in _PHASE_KEYS:
-        (model if name in model or name in _MODEL_ARGUMENTS else hparams)[name] = value
+        (model if name in model or name in MODEL else hparams)[name] = value
 
 
 def _phase(name: str, settings: dict[str, Any], hparams: dict[str, Any]) -> PhaseParams:
@@ -246,10 +249,22 @@ def option(key: str) -> str:
 
 
 def check_argument_name(key: str) -> None:
-    """Raise a UserError with the nearest name where Megatron has no such argument."""
+    """Check that an argument may be given.
+
+    Raises:
+        UserError: Megatron has none of that name (the message has the nearest), the launcher sets
+            it, or it asks for what we do not have.
+    """
     known = [name[2:].replace("-", "_") for name in argument_names()] + list(OWN_ARGUMENTS)
-    if key.replace("-", "_") not in known:
+    if key not in known:
         raise UserError(f"Megatron has no argument {key!r}{_nearest(key, known)}")
+    if key in DERIVED:
+        raise UserError(f"{key} is set by kaiyuan itself and cannot be given")
+    if key not in ACCEPTED:
+        raise UserError(
+            f"{key} is an argument of Megatron that kaiyuan does not take: its layers, data, plan "
+            "or checkpoints would not follow it"
+        )
 
 
 def _nearest(word: str, known: Sequence[str]) -> str:

@@ -70,6 +70,11 @@ class TrainingView:
         if self._step and self._wanted:
             self._say()
 
+    @property
+    def step(self) -> int:
+        """Return the last step that was told of, 0 before the first."""
+        return int(self._step["step"]) if self._step else 0
+
     def update(self, text: str) -> bool:
         """Take a step as a rank wrote it (see kaiyuan/megatron/records.py).
 

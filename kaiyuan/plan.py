@@ -193,8 +193,9 @@ def converted_phase(phase: PhaseParams, params: Params, data: Path | None) -> Co
     vocab_size = _number(params, "vocab_size")
     if converted.vocab_size > vocab_size:
         raise UserError(
-            f"{converted.folder} was made with a vocabulary of {converted.vocab_size} entries, "
-            f"the model has {vocab_size}"
+            # of no phase by name, so that it is said once of all that have it
+            f"the data in {data} was made with a vocabulary of {converted.vocab_size} entries, the "
+            f"model has {vocab_size}"
         )
     return converted
 

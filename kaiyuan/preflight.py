@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from kaiyuan.errors import UserError
 from kaiyuan.estimate import checkpoint_bytes
 from kaiyuan.plan import PhasePlan, Plan, converted_phase, make_plan
 from kaiyuan.plan_summary import batch_layout, kept_checkpoints, model_processes
-from kaiyuan.runfolder import arguments_hash, latest_step, recorded
+from kaiyuan.runfolder import arguments_hash, latest_step, recorded, to_record
 from kaiyuan.train import Nodes, check_layout, chosen_phases
 
 
@@ -33,6 +33,7 @@ def preflight(
     tokenizer: Path | None = None,
     only: str | None = None,
     hashes: bool = False,
+    allow_change: bool = False,
 ) -> Plan:
     """Check a training and return its plan.
 
@@ -44,6 +45,7 @@ def preflight(
         tokenizer: folder, to be held against the one of the data.
         only: name of the single phase to be trained.
         hashes: read all data and compare it with the hashes in the manifests.
+        allow_change: the plan may differ from the one that the run was begun with.
 
     Raises:
         UserError: something is wrong; the message has all that was found.
@@ -55,38 +57,48 @@ def preflight(
     if not findings:
         try:
             plan = make_plan(params, data)
-            missing = [phase for phase in chosen_phases(plan, only) if phase.data is None]
-            findings += [f"{data / phase.name} is not converted yet" for phase in missing]
+            _check_converted(chosen_phases(plan, only), data)
         except UserError as error:
             findings.append(str(error))
-    # Without usable data the rest is checked on the tokens that data.yaml assumes.
-    plan = plan or make_plan(params)
+    if plan is None:
+        # Without usable data the rest is checked on the tokens that data.yaml assumes, if it does.
+        with contextlib.suppress(UserError):
+            plan = make_plan(params)
     checks: list[Callable[[], object]] = [
-        partial(check_layout, plan, nodes),
+        partial(check_layout, params, nodes),
         partial(_check_gpus, nodes),
         _check_versions,
-        partial(_check_tracking, plan),
-        partial(_check_tokenizer, plan, tokenizer),
+        partial(_check_packages, params),
         partial(_check_output, run),
-        partial(_check_disk, plan, run),
-        partial(_check_arguments, plan, run, nodes),
     ]
-    if hashes:
-        checks += [partial(_check_hashes, phase) for phase in plan.phases]
+    if plan:
+        checks += [
+            partial(_check_tokenizer, plan, tokenizer),
+            partial(_check_disk, plan, run),
+            partial(_check_arguments, plan, run, nodes),
+        ]
+        checks += [partial(_check_hashes, phase) for phase in plan.phases if hashes]
     for check in checks:
         _found(findings, check)
-    if findings:
+    if plan and not findings:
+        _found(findings, partial(_check_change, plan, run, allow_change))
+    if findings or plan is None:
         raise UserError(_sentence(list(dict.fromkeys(findings))))
     return plan
 
 
-def _found(findings: list[str], check: Callable[[], object]) -> bool:
+def _found(findings: list[str], check: Callable[[], object]) -> None:
     try:
         check()
     except UserError as error:
         findings.append(str(error))
-        return True
-    return False
+
+
+def _check_converted(phases: Sequence[PhasePlan], data: Path) -> None:
+    missing = [phase.name for phase in phases if phase.data is None]
+    if missing:
+        verb = "is" if len(missing) == 1 else "are"
+        raise UserError(f"{', '.join(missing)} {verb} not converted yet: {data} lacks the data")
 
 
 def _sentence(findings: list[str]) -> str:
@@ -131,11 +143,19 @@ def _check_versions() -> None:
         )
 
 
-def _check_tracking(plan: Plan) -> None:
-    asked = any(phase.arguments.get("wandb_project") for phase in plan.phases)
+def _check_packages(params: Params) -> None:
+    """Look for the packages that some arguments ask for."""
+    phases = [params.arguments(phase) for phase in params.phases]
+    asked = any(phase.get("wandb_project") for phase in phases)
     if asked and importlib.util.find_spec("wandb") is None:
         raise UserError(
             "wandb_project is given, but wandb is not installed: pip install 'kaiyuan[wandb]'"
+        )
+    ours = all(phase.get("transformer_impl") == "local" for phase in phases)
+    if not ours and importlib.util.find_spec("transformer_engine") is None:
+        raise UserError(
+            "transformer_impl is transformer_engine, but that package is not installed: take "
+            "transformer_impl=local, our own layers"
         )
 
 
@@ -156,6 +176,14 @@ def _check_tokenizer(plan: Plan, tokenizer: Path | None) -> None:
             f"the phases were converted with different tokenizers or end-of-document tokens "
             f"({parts}): convert them again"
         )
+
+
+def _check_change(plan: Plan, run: Path, allow_change: bool) -> None:
+    try:
+        latest_step(run)
+    except UserError:
+        return  # a tracker that was cut short is mended later
+    to_record(plan, run, allow_change=allow_change)
 
 
 def _check_output(run: Path) -> None:

@@ -83,6 +83,13 @@ def _reason(story: str) -> str:
         )
     if "CheckpointException" in story:
         return f"the checkpoint could not be loaded: {last}"
+    if "assert len(steps) == 1" in story:
+        # The optimizer's state has no step number yet, and Megatron's writer asks for it.
+        return (
+            "nothing can be saved, because all steps so far were skipped: in fp16 a step with a "
+            "gradient that is not finite is not taken; give a lower initial_loss_scale, such as "
+            "65536, or train longer before the first save"
+        )
     if "Unexpected result" in story:
         return _not_finite()
     return f"Megatron failed: {last}"

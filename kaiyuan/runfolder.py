@@ -10,11 +10,13 @@ import contextlib
 import fcntl
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from kaiyuan import __version__
+from kaiyuan.accepted import SHAPE
 from kaiyuan.errors import UserError
 from kaiyuan.files import atomic_write, read_manifest, sha256_of_json, write_manifest
 from kaiyuan.plan import PhasePlan, Plan
@@ -22,6 +24,8 @@ from kaiyuan.plan import PhasePlan, Plan
 # A run is described before it is complete; what is complete has a manifest.json.
 RUN_FILE = "run.json"
 CHECKPOINTS = "checkpoints"
+# What a killed launcher had started holds the run until it ends by itself, some seconds later.
+_LOCK_SECONDS = 20.0
 TRACKER = "latest_checkpointed_iteration.txt"
 
 # Arguments that say how the work is laid out and reported, not what is computed; these may change
@@ -129,8 +133,13 @@ def _is_complete(checkpoint: Path, problems: list[str]) -> bool:
 
 
 @contextlib.contextmanager
-def lock(run: Path, node: int) -> Iterator[int]:
+def lock(run: Path, node: int, say: Callable[[str], object] = print) -> Iterator[int]:
     """Hold the run for this process and those that it starts, which inherit the lock.
+
+    Args:
+        run: its folder, which is made.
+        node: number of this machine.
+        say: gets a sentence where another process holds it, for whose end is waited a while.
 
     Yields:
         The file descriptor to pass on.
@@ -144,12 +153,24 @@ def lock(run: Path, node: int) -> Iterator[int]:
     except OSError as error:
         raise UserError(f"cannot write to {run}: {error.strerror}") from error
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _wait_for(handle, run, say)
         yield handle
-    except BlockingIOError:
-        raise UserError(f"another process is training {run}") from None
     finally:
         os.close(handle)
+
+
+def _wait_for(handle: int, run: Path, say: Callable[[str], object]) -> None:
+    deadline = time.monotonic() + _LOCK_SECONDS
+    said = False
+    while True:
+        with contextlib.suppress(BlockingIOError):
+            return fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if time.monotonic() >= deadline:
+            raise UserError(f"another process is training {run}")
+        if not said:
+            say(f"another process is training {run}: waiting {_LOCK_SECONDS:.0f} s for its end")
+            said = True
+        time.sleep(0.1)
 
 
 def describe(plan: Plan, tokenizer: Path | None = None) -> dict[str, Any]:
@@ -199,20 +220,21 @@ def recorded(run: Path) -> dict[str, Any] | None:
     return read_manifest(run, "run", RUN_FILE) if (run / RUN_FILE).exists() else None
 
 
-def record(
+def to_record(
     plan: Plan, run: Path, tokenizer: Path | None = None, allow_change: bool = False
-) -> None:
-    """Write run.json, or hold the plan against the one that the run was begun with.
+) -> dict[str, Any]:
+    """Return what run.json is to hold, once the plan is held against the one that it holds.
 
     A phase that has not begun may get its data, where its tokens were assumed before.
 
     Raises:
-        UserError: the plan was changed, and ``allow_change`` is not given; the message has the
-            old value and the new one.
+        UserError: the plan was changed, and ``allow_change`` is not given, or the shape of the
+            model was; the message has the old value and the new one.
     """
     body = describe(plan, tokenizer)
     before = recorded(run)
     if before and latest_step(run):
+        _check_shape(before["model"], body["model"], run)
         changes = [c for pair in _phases(before, body) if (c := _first_difference(*pair))]
         if changes and not allow_change:
             raise UserError(
@@ -220,9 +242,45 @@ def record(
                 "folder with --output, or --allow-change if the change is meant"
             )
         body["changes"] = before.get("changes", [])
-        if changes:
-            body["changes"] += [f"from step {latest_step(run)} on: {c}" for c in changes]
-    write_manifest(run, "run", body, RUN_FILE)
+        body["changes"] += [f"from step {latest_step(run)} on: {c}" for c in changes]
+    return body
+
+
+def record(
+    plan: Plan, run: Path, tokenizer: Path | None = None, allow_change: bool = False
+) -> None:
+    """Write run.json, if the plan may be trained; see `to_record`."""
+    write_manifest(run, "run", to_record(plan, run, tokenizer, allow_change), RUN_FILE)
+
+
+@contextlib.contextmanager
+def while_recorded(
+    plan: Plan, run: Path, tokenizer: Path | None = None, allow_change: bool = False
+) -> Iterator[None]:
+    """Record a plan, as `record` does, for as long as it is trained.
+
+    A change of plan with which not one checkpoint was written did not take effect: run.json then
+    says again what it said before.
+    """
+    step, before = latest_step(run), recorded(run)
+    record(plan, run, tokenizer, allow_change)
+    changed = before and before.get("changes") != (recorded(run) or {}).get("changes")
+    try:
+        yield
+    finally:
+        if before and step and changed and latest_step(run) == step:
+            body = {k: v for k, v in before.items() if k not in ("kind", "seal")}
+            write_manifest(run, "run", body, RUN_FILE)
+
+
+def _check_shape(old: Mapping[str, Any], new: Mapping[str, Any], run: Path) -> None:
+    for key in SHAPE:
+        if (old.get(key) or None) != (new.get(key) or None):
+            raise UserError(
+                f"{key} was {old.get(key)!r} and is now {new.get(key)!r}: the shape of the model "
+                f"in the checkpoints of {run} cannot change; give the old value, or another "
+                "folder with --output"
+            )
 
 
 def _phases(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[tuple[Any, Any, str]]:

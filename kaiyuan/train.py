@@ -15,17 +15,19 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
-from typing import IO
+from typing import Self
 
 from rich.console import Console
 
+from kaiyuan.config import Params
 from kaiyuan.errors import UserError
 from kaiyuan.live import TrainingView
 from kaiyuan.plan import PhasePlan, Plan
 from kaiyuan.plan_summary import batch_layout
 from kaiyuan.rank import ERROR_MARK, MARK, STEP_MARK
-from kaiyuan.runfolder import CHECKPOINTS, latest_step, lock, record, settle_checkpoints
+from kaiyuan.runfolder import CHECKPOINTS, latest_step, lock, settle_checkpoints, while_recorded
 
 _KILLED = re.compile(r"Signal \d+ \((SIG\w+)\) received by PID")
 
@@ -62,10 +64,10 @@ class Nodes:
         return [*torchrun, "-m", "kaiyuan.rank"]
 
 
-def check_layout(plan: Plan, nodes: Nodes) -> None:
+def check_layout(params: Params, nodes: Nodes) -> None:
     """Raise a UserError where the batch does not divide among the processes."""
-    for phase in plan.phases:
-        batch_layout(phase.arguments, nodes.processes * nodes.nodes)
+    for phase in params.phases:
+        batch_layout(params.arguments(phase), nodes.processes * nodes.nodes)
 
 
 def train(
@@ -99,33 +101,32 @@ def train(
     """
     nodes = nodes or Nodes()
     console = console or Console()
-    check_layout(plan, nodes)
+    check_layout(plan.params, nodes)
     chosen = chosen_phases(plan, only)
     for phase in chosen:
         if phase.data is None:
             raise UserError(f"{data / phase.name} is not converted yet: run kaiyuan convert first")
-    with lock(run, nodes.rank) as handle:
+    say = partial(console.print, highlight=False)
+    with lock(run, nodes.rank, say) as handle, contextlib.ExitStack() as stack:
         if nodes.rank == 0:
             for sentence in settle_checkpoints(run):
-                console.print(sentence, highlight=False)
-            record(plan, run, tokenizer, allow_change)
+                say(sentence)
+            stack.enter_context(while_recorded(plan, run, tokenizer, allow_change))
         for phase in chosen:
             done = latest_step(run)
             if done >= phase.last_step:
-                console.print(f"{phase.name}: done ({phase.last_step} steps)", highlight=False)
+                say(f"{phase.name}: done ({phase.last_step} steps)")
                 continue
             if done < phase.first_step:
                 raise UserError(
                     f"{phase.name} begins at step {phase.first_step}, but the run has only done "
                     f"{done}: train the phases before it first"
                 )
-            console.print(
-                f"{phase.name}: steps {done + 1} to {phase.last_step} of {plan.steps}",
-                highlight=False,
-            )
-            _run_phase(phase, plan.steps, data, run, nodes, handle, console)
-            if latest_step(run) < phase.last_step:
-                console.print(f"stopped and saved at step {latest_step(run)}", highlight=False)
+            say(f"{phase.name}: steps {done + 1} to {phase.last_step} of {plan.steps}")
+            stopped = _run_phase(phase, plan.steps, data, run, nodes, handle, console)
+            step = latest_step(run)
+            if step < phase.last_step or (stopped and phase is not chosen[-1]):
+                say(f"stopped and saved at step {step}")
                 return False
     return True
 
@@ -169,18 +170,17 @@ def _run_phase(
     data: Path,
     run: Path,
     nodes: Nodes,
-    lock: int,
+    lock_handle: int,
     console: Console,
-) -> None:
-    log = run / "logs" / f"{phase.name}-node{nodes.rank}.log"
-    log.parent.mkdir(exist_ok=True)
+) -> bool:
+    """Run the processes of a phase to their end; return whether a signal stopped them."""
     environment = environment_of(nodes)
     # The last rank of all tells of the steps.
     last = nodes.rank == nodes.nodes - 1
     command = [*nodes.command(), *phase_arguments(phase, data, run)]
     heard = _Heard()
-    with log.open("a", encoding="utf-8") as out:
-        print("$", *command, file=out, flush=True)
+    with _Log(run / "logs" / f"{phase.name}-node{nodes.rank}.log") as log:
+        log.write(" ".join(["$", *command]) + "\n")
         child = subprocess.Popen(
             command,
             stdout=subprocess.PIPE,
@@ -188,7 +188,7 @@ def _run_phase(
             text=True,
             errors="replace",
             env=environment,
-            pass_fds=[lock],
+            pass_fds=[lock_handle],
             start_new_session=True,  # Ctrl-C reaches it as the signal that saves
             preexec_fn=_ignore_sigterm if nodes.processes * nodes.nodes > 1 else None,
         )
@@ -197,28 +197,18 @@ def _run_phase(
             TrainingView(phase, steps, console, signals, latest_step(run), live=last) as view,
         ):
             # Not until the pipe is closed: what a killed rank had started may hold it open.
-            reader = threading.Thread(target=_show, args=(child, out, view, heard), daemon=True)
+            reader = threading.Thread(target=_show, args=(child, log, view, heard), daemon=True)
             reader.start()
             code = child.wait()
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(child.pid, signal.SIGKILL)
             reader.join(timeout=5)
-    where = f"the log is {log}, and the same command goes on from step {latest_step(run)}"
-    killed = heard.killed_by or (_signal_name(-code) if code < 0 else "")
-    # Before the errors: when a rank is killed, the others complain of a lost connection.
-    if killed and not signals:
-        raise UserError(f"{phase.name} was killed by {killed}; {where}")
-    if heard.errors:
-        raise UserError(f"{heard.errors[0]} (the log is {log})")
-    if code and signals and not heard.stepped:
-        return  # it was still starting, so that nothing is lost
-    if code and signals:
-        raise UserError(
-            f"{phase.name} was stopped before it could save; the last checkpoint is of step "
-            f"{latest_step(run)}, and the same command goes on from there"
-        )
-    if code:
-        raise UserError(f"{phase.name} failed with exit code {code}; {where}")
+    failure = failure_of(phase.name, code, bool(signals), latest_step(run), heard, log)
+    if failure:
+        raise UserError(failure)
+    if log.problem:
+        console.print(f"{log.path} could not be written: {log.problem}", highlight=False)
+    return bool(signals)
 
 
 def _signal_name(number: int) -> str:
@@ -228,6 +218,35 @@ def _signal_name(number: int) -> str:
         return f"signal {number}"
 
 
+class _Log:
+    """A log that a full disk cuts short, instead of the training.
+
+    Attributes:
+        path: of the file.
+        problem: why a line could not be written, from which on none is; empty while all can.
+    """
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(exist_ok=True)
+        self.path, self.problem = path, ""
+        # Without a buffer, so that closing has nothing left to write.
+        self._file = path.open("ab", buffering=0)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def write(self, text: str) -> None:
+        if self.problem or self._file.closed:
+            return
+        try:
+            self._file.write(text.encode())
+        except OSError as error:
+            self.problem = str(error.strerror)
+
+
 @dataclasses.dataclass
 class _Heard:
     """What the processes said that the launcher needs.
@@ -235,26 +254,59 @@ class _Heard:
     Attributes:
         errors: sentences for the user.
         killed_by: name of the signal that ended a rank, by torchrun's own report.
-        stepped: whether a step was done.
+        step: the last that was done, 0 before the first.
     """
 
     errors: list[str] = dataclasses.field(default_factory=list)
     killed_by: str = ""
-    stepped: bool = False
+    step: int = 0
 
 
-def _show(child: subprocess.Popen[str], log: IO[str], view: TrainingView, heard: _Heard) -> None:
+def failure_of(
+    phase: str, code: int, asked: bool, saved: int, heard: _Heard, log: _Log
+) -> str | None:
+    """Return what went wrong with the processes of a phase, or None where nothing did.
+
+    Args:
+        phase: its name.
+        code: exit code, or minus the number of the signal that ended them.
+        asked: whether a signal to the launcher asked them to end.
+        saved: step of the last checkpoint.
+        heard: what they said.
+        log: of them.
+    """
+    # While the processes start, and after the last save, there is nothing to lose.
+    if code == 0 or (asked and heard.step <= saved):
+        return None
+    where = f"the log is {log.path}, and the same command goes on from step {saved}"
+    killed = heard.killed_by or (_signal_name(-code) if code < 0 else "")
+    # Before the errors: when a rank is killed, the others complain of a lost connection.
+    if killed and not asked:
+        return f"{phase} was killed by {killed}; {where}"
+    if log.problem:
+        return (
+            f"{log.path} could not be written ({log.problem}), most likely because the disk is "
+            f"full: make room, and the same command goes on from step {saved}"
+        )
+    if heard.errors:
+        return f"{heard.errors[0]} (the log is {log.path})"
+    if asked:
+        return (
+            f"{phase} was stopped before it could save; the last checkpoint is of step {saved}, "
+            "and the same command goes on from there"
+        )
+    return f"{phase} failed with exit code {code}; {where}"
+
+
+def _show(child: subprocess.Popen[str], log: _Log, view: TrainingView, heard: _Heard) -> None:
     """Copy what the processes print to the log, and what is meant for people to the console."""
     assert child.stdout is not None
     for line in child.stdout:
-        if log.closed:
-            return
         # The steps stand in loss.csv, and in Megatron's own words in the log.
         if line.startswith(STEP_MARK) and view.update(line.removeprefix(STEP_MARK)):
-            heard.stepped = True
+            heard.step = view.step
             continue
         log.write(line)
-        log.flush()
         if line.startswith(ERROR_MARK):
             heard.errors.append(line.removeprefix(ERROR_MARK).strip())
         elif line.startswith(MARK):
@@ -300,12 +352,12 @@ def _signals_to(child: subprocess.Popen[str], nodes: Nodes) -> Iterator[list[int
 
     def forward(number: int, _: object) -> None:
         came.append(number)
-        last = signal.SIGTERM if len(came) == 1 else signal.SIGKILL
+        sent = signal.SIGTERM if len(came) == 1 else signal.SIGKILL
         # The ranks themselves; torchrun ignores it, see environment_of.
         ranks = _children(child.pid) if nodes.processes * nodes.nodes > 1 else []
         for process in ranks or [child.pid]:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(process, last)
+                os.kill(process, sent)
 
     before = {s: signal.signal(s, forward) for s in (signal.SIGINT, signal.SIGTERM)}
     try:

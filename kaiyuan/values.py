@@ -8,6 +8,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from kaiyuan.accepted import FIXED
 from kaiyuan.errors import UserError
 
 # Whole numbers from 1 on.
@@ -16,7 +17,7 @@ _COUNTS = (
     *("kv_channels", "seq_length", "max_position_embeddings"),
     *("vocab_size", "make_vocab_size_divisible_by", "micro_batch_size", "global_batch_size"),
     *("tensor_model_parallel_size", "pipeline_model_parallel_size", "save_interval"),
-    *("eval_interval", "log_interval", "lr_decay_samples", "lr_wsd_decay_samples"),
+    *("eval_interval", "log_interval", "lr_decay_samples", "lr_wsd_decay_samples", "seed"),
 )
 # Finite numbers from 0 on.
 _AMOUNTS = (
@@ -30,13 +31,8 @@ _POSITIVE = ("output_logit_cap", "initial_loss_scale", "min_loss_scale", "loss_s
 _CHOICES = {
     "lr_decay_style": ("constant", "linear", "cosine", "inverse-square-root", "WSD"),
     "lr_wsd_decay_style": ("linear", "cosine", "exponential", "minus_sqrt"),
+    "transformer_impl": ("local", "transformer_engine"),
 }
-# The launcher sets these itself.
-_DERIVED = (
-    *("train_samples", "train_iters", "phase_transition_iterations", "phase_name", "data_path"),
-    *("save", "load", "record_to", "override_opt_param_scheduler", "measure_to"),
-    "measure_seconds",
-)
 
 
 def is_whole(value: Any) -> bool:
@@ -51,8 +47,6 @@ def check_values(arguments: Mapping[str, Any], where: str) -> None:
         UserError: a value has the wrong type or range, or two of them do not fit together.
     """
     for key, value in arguments.items():
-        if key in _DERIVED:
-            raise UserError(f"{where}: {key} is set by kaiyuan itself and cannot be given")
         if key in _COUNTS and not (is_whole(value) and value >= 1):
             raise UserError(f"{where}: {key} must be a whole number from 1 on, not {value!r}")
         if key in _AMOUNTS and value is not None and not _is_amount(value):
@@ -61,6 +55,13 @@ def check_values(arguments: Mapping[str, Any], where: str) -> None:
             raise UserError(f"{where}: {key} must be a number above 0, not {value!r}")
         if key in _CHOICES and value not in _CHOICES[key]:
             raise UserError(f"{where}: {key} must be one of {', '.join(_CHOICES[key])}")
+    for key, wanted in FIXED.items():
+        given = arguments.get(key)
+        if given != wanted or isinstance(given, bool) != isinstance(wanted, bool):
+            raise UserError(f"{where}: {key} must be {wanted!r}, not {given!r}")
+    workers = arguments.get("num_workers")
+    if workers is not None and not (is_whole(workers) and workers >= 0):
+        raise UserError(f"{where}: num_workers must be a whole number from 0 on, not {workers!r}")
     if arguments.get("lr") is None:
         raise UserError(f"{where}: lr must be given")
     _check_fit(arguments, where)
@@ -72,12 +73,12 @@ def _is_amount(value: Any) -> bool:
 
 
 def _check_fit(a: Mapping[str, Any], where: str) -> None:
-    heads, groups = a.get("num_attention_heads"), a.get("num_query_groups")
-    if heads and groups and heads % groups:
-        raise UserError(
-            f"{where}: num_attention_heads ({heads}) must be a multiple of num_query_groups "
-            f"({groups})"
-        )
+    _check_heads(a, where)
+    lowest = a.get("min_lr") or 0
+    if lowest > a["lr"]:
+        raise UserError(f"{where}: min_lr ({lowest}) is above lr ({a['lr']}): give min_lr, too")
+    if a.get("fp16") and a.get("bf16"):
+        raise UserError(f"{where}: fp16 and bf16 exclude each other: give one of them")
     length, positions = a.get("seq_length"), a.get("max_position_embeddings")
     if length and positions and positions < length:
         raise UserError(
@@ -85,10 +86,29 @@ def _check_fit(a: Mapping[str, Any], where: str) -> None:
         )
     if a.get("eod_mask_loss"):
         raise UserError(f"{where}: eod_mask_loss is not supported: the end of a document is learnt")
-    if a.get("sandwich_norm") and (
-        a.get("transformer_impl") != "local" or not a.get("disable_bias_linear")
-    ):
+    if a.get("sandwich_norm") and a.get("transformer_impl") != "local":
         raise UserError(
-            f"{where}: sandwich_norm needs transformer_impl: local and disable_bias_linear: true, "
-            "the layers that have it"
+            f"{where}: sandwich_norm needs transformer_impl: local, the layers that have it"
+        )
+
+
+def _check_heads(a: Mapping[str, Any], where: str) -> None:
+    heads, groups = a.get("num_attention_heads"), a.get("num_query_groups")
+    if heads and groups and heads % groups:
+        raise UserError(
+            f"{where}: num_attention_heads ({heads}) must be a multiple of num_query_groups "
+            f"({groups})"
+        )
+    size, hidden = a.get("kv_channels"), a.get("hidden_size")
+    if heads and hidden and not size:
+        if hidden % heads:
+            raise UserError(
+                f"{where}: hidden_size ({hidden}) must be a multiple of num_attention_heads "
+                f"({heads}) where kv_channels is not given"
+            )
+        size = hidden // heads
+    if size and size % 2:
+        raise UserError(
+            f"{where}: the size of a head (kv_channels, {size}) must be even: rotary positions "
+            "turn pairs"
         )

@@ -25,7 +25,7 @@ Overrides = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="[KEY=VALUE]...",
-        help="Megatron arguments to change: lr=1e-3, or phase5.min_lr=1e-4 for one phase.",
+        help="Megatron arguments to change: lr=6e-3, or phase5.min_lr=1e-4 for one phase.",
     ),
 ]
 
@@ -95,28 +95,34 @@ def train(
 ) -> bool | None:
     """Train all phases, or one; the same command goes on with an interrupted run.
 
-    Example: kaiyuan train toy --data toy/data --output toy/run lr=2e-3
+    Example: kaiyuan train toy --data toy/data --output toy/faster lr=6e-3
     """
     import shlex
 
     from kaiyuan.config import load_params
     from kaiyuan.plan import make_plan
     from kaiyuan.preflight import gpu_count, preflight
-    from kaiyuan.train import Nodes, check_layout, phase_arguments, train
+    from kaiyuan.train import Nodes, check_layout, chosen_phases, phase_arguments, train
 
     params = load_params(model, changes or [], overlay)
     nodes = Nodes(nproc or gpu_count() or 1, nnodes, node_rank, master)
     if dry_run:
         plan = make_plan(params, data)
-        check_layout(plan, nodes)
-        for each in plan.phases:
+        check_layout(params, nodes)
+        for each in chosen_phases(plan, phase):
+            typer.echo(f"# {each.name}")
             typer.echo(shlex.join([*nodes.command(), *phase_arguments(each, data, output)]))
         return None
-    plan = preflight(params, data, output, nodes, tokenizer, phase, verify_data)
-    if check:
+    try:
+        plan = preflight(params, data, output, nodes, tokenizer, phase, verify_data, allow_change)
+        if not check:
+            return train(plan, data, output, nodes, tokenizer, phase, allow_change=allow_change)
         typer.echo(f"ready to train {plan.params.name}: {plan.steps:,} steps in all")
-        return None
-    return train(plan, data, output, nodes, tokenizer, phase, allow_change=allow_change)
+    except KeyboardInterrupt:
+        # While processes train, train() takes it for the wish to save and end.
+        typer.echo("kaiyuan: interrupted; the same command goes on", err=True)
+        raise typer.Exit(130) from None
+    return None
 
 
 @app.command()

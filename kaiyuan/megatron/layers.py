@@ -306,7 +306,7 @@ class MLP(megatron_mlp.MLP):
 
 
 class _PostNorm(torch.nn.Module):
-    """Normalises what a branch gives before it is added to the residual stream."""
+    """A mixin: normalises what the branch after it in the bases gives, before it is added."""
 
     def __init__(self, config: TransformerConfig, *args: Any, **more: Any) -> None:
         super().__init__(config, *args, **more)
