@@ -58,13 +58,18 @@ def check_values(arguments: Mapping[str, Any], where: str) -> None:
     for key, wanted in FIXED.items():
         given = arguments.get(key)
         if given != wanted or isinstance(given, bool) != isinstance(wanted, bool):
-            raise UserError(f"{where}: {key} must be {wanted!r}, not {given!r}")
+            raise UserError(f"{where}: {key} must be {_yaml(wanted)}, not {_yaml(given)}")
     workers = arguments.get("num_workers")
     if workers is not None and not (is_whole(workers) and workers >= 0):
         raise UserError(f"{where}: num_workers must be a whole number from 0 on, not {workers!r}")
     if arguments.get("lr") is None:
         raise UserError(f"{where}: lr must be given")
     _check_fit(arguments, where)
+
+
+def _yaml(value: Any) -> str:
+    words = {"True": "true", "False": "false", "None": "null"}
+    return words.get(repr(value), repr(value))
 
 
 def _is_amount(value: Any) -> bool:

@@ -78,9 +78,9 @@ def test_a_wrong_argument_name_in_a_params_file(make_params, tmp_path):
 def test_a_value_of_the_wrong_type_is_found_by_megatrons_parser(demo, tmp_path):
     data = demo.folder / "data"
     said = one_line_error(
-        *("train", "toy", "--data", data, "--output", tmp_path / "run", "rotary_percent=small")
+        *("train", "toy", "--data", data, "--output", tmp_path / "run", "ddp_bucket_size=small")
     )
-    assert said.endswith("argument --rotary-percent: invalid float value: 'small'")
+    assert said.endswith("argument --ddp-bucket-size: invalid int value: 'small'")
     assert said.count("small") == 1  # of all five phases, and with no word of them
     assert "phase1" not in said
 

@@ -85,7 +85,7 @@ def test_argument_names_are_those_of_the_parser():
         ("output_logit_cap=0", "output_logit_cap must be a number above 0, not 0"),
         (
             "phase2.sandwich_norm=true",
-            "sandwich_norm makes another model: it belongs in model.yaml",
+            "sandwich_norm is part of the model, which all phases share: it belongs in model.yaml",
         ),
     ],
 )

@@ -52,9 +52,8 @@ def test_everything_is_found_at_once(data, tmp_path):
         data,
         run,
         "micro_batch_size=3",
-        "fp16=true",
-        "bf16=true",
-        "phase5.optimizer=sideways",
+        "sequence_parallel=true",
+        "phase5.rerun_mode=sideways",
         *VAST,
         tokenizer=tmp_path / "nothing",
     )
@@ -69,7 +68,7 @@ def test_everything_is_found_at_once(data, tmp_path):
         "GB left",
         # Of an assertion that says nothing, its line.
         "phase1, phase2, phase3, phase4: Megatron refuses this combination of arguments: assert",
-        "phase5: Megatron does not take these arguments: argument --optimizer",
+        "phase5: Megatron does not take these arguments: argument --rerun-mode",
     ):
         assert said.count(part) == 1, said
     # Megatron says of the batch what is said already.

@@ -8,8 +8,7 @@ import pytest
 
 from kaiyuan.config import load_params
 from kaiyuan.errors import UserError
-from kaiyuan.plan import make_plan
-from kaiyuan.preflight import _check_tracking
+from kaiyuan.preflight import _check_packages
 
 from .engine import records, train
 
@@ -97,7 +96,6 @@ def test_wandb_that_is_missing_is_found_before_training(monkeypatch):
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: None if name == "wandb" else real(name)
     )
-    plan = make_plan(load_params("toy", ["wandb_project=toys"]))
     with pytest.raises(UserError, match=r"wandb is not installed: pip install 'kaiyuan\[wandb\]'"):
-        _check_tracking(plan)
-    _check_tracking(make_plan(load_params("toy")))
+        _check_packages(load_params("toy", ["wandb_project=toys"]))
+    _check_packages(load_params("toy"))

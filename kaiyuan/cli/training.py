@@ -1,6 +1,8 @@
 """Verbs that plan, run and show a training."""
 
+import contextlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -67,7 +69,18 @@ def plan(
         console.print(plan_text(summary, planned))
 
 
+@contextlib.contextmanager
+def _interruptible() -> Iterator[None]:
+    """Say what Ctrl-C left; while processes train, it is the wish to save and end instead."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        typer.echo("kaiyuan: interrupted; the same command goes on", err=True)
+        raise typer.Exit(130) from None
+
+
 @app.command()
+@_interruptible()
 def train(
     model: Model,
     data: Annotated[Path, typer.Option(help="Folder with the converted phases.")],
@@ -113,16 +126,11 @@ def train(
             typer.echo(f"# {each.name}")
             typer.echo(shlex.join([*nodes.command(), *phase_arguments(each, data, output)]))
         return None
-    try:
-        plan = preflight(params, data, output, nodes, tokenizer, phase, verify_data, allow_change)
-        if not check:
-            return train(plan, data, output, nodes, tokenizer, phase, allow_change=allow_change)
+    plan = preflight(params, data, output, nodes, tokenizer, phase, verify_data, allow_change)
+    if check:
         typer.echo(f"ready to train {plan.params.name}: {plan.steps:,} steps in all")
-    except KeyboardInterrupt:
-        # While processes train, train() takes it for the wish to save and end.
-        typer.echo("kaiyuan: interrupted; the same command goes on", err=True)
-        raise typer.Exit(130) from None
-    return None
+        return None
+    return train(plan, data, output, nodes, tokenizer, phase, allow_change=allow_change)
 
 
 @app.command()
