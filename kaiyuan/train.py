@@ -242,7 +242,7 @@ class _Log:
         if self.problem or self._file.closed:
             return
         try:
-            self._file.write(text.encode())
+            self._file.write(text.encode("utf-8"))
         except OSError as error:
             self.problem = str(error.strerror)
 
@@ -275,8 +275,10 @@ def failure_of(
         heard: what they said.
         log: of them.
     """
-    # While the processes start, and after the last save, there is nothing to lose.
-    if code == 0 or (asked and heard.step <= saved):
+    # While the processes start, and after the last save, there is nothing to lose. But only one
+    # machine hears of steps; on the others an error may be of the save.
+    safe = heard.step <= saved and (heard.step or not heard.errors)
+    if code == 0 or (asked and safe):
         return None
     where = f"the log is {log.path}, and the same command goes on from step {saved}"
     killed = heard.killed_by or (_signal_name(-code) if code < 0 else "")

@@ -1,6 +1,7 @@
 """A user's mistake is one sentence that names it, before anything is trained or changed."""
 
 import contextlib
+import re
 import shutil
 import signal
 import subprocess
@@ -24,6 +25,7 @@ from kaiyuan.rank import ERROR_MARK, STEP_MARK, _reason
 from kaiyuan.runfolder import TRACKER, lock, record, recorded, while_recorded
 from kaiyuan.train import Nodes, _Heard, _Log, _show, failure_of
 
+from .conftest import ROOT
 from .engine import children, start, wait_for
 from .test_live import step
 from .test_preflight import seal_again
@@ -79,10 +81,13 @@ def test_the_lists_hold_names_that_there_are():
     assert MODEL.issuperset(SHAPE) and ACCEPTED.issuperset(FIXED)
 
 
-def test_the_examples_of_help_and_readme_are_taken():
-    params = load_params("toy", ["lr=6e-3", "phase5.min_lr=1e-4"])
-    assert {params.arguments(phase)["lr"] for phase in params.phases} == {6e-3}
-    assert params.arguments(params.phases[4])["min_lr"] == 1e-4
+@pytest.mark.parametrize("source", ["README.md", "README.zh.md", "kaiyuan/cli/training.py"])
+def test_the_examples_of_readme_and_help_are_taken(source):
+    text = (ROOT / source).read_text(encoding="utf-8")
+    examples = re.findall(r"\b((?:phase\d\.)?(?:min_)?lr=\d[\de.-]*)", text)
+    assert len(examples) > 1
+    for example in examples:
+        load_params("toy", [example])
 
 
 @pytest.fixture
@@ -209,6 +214,7 @@ FULL = types.SimpleNamespace(path="the.log", problem="No space left on device")
         (-15, True, 3, _Heard(step=0), LOG, None),
         (-15, True, 8, _Heard(step=8), LOG, None),
         (1, True, 8, _Heard(step=8, errors=["connection lost"]), LOG, None),
+        (2, True, 3, _Heard(["cannot save"]), LOG, "cannot save"),  # of another machine's steps
         (-9, True, 5, _Heard(step=7), LOG, "stopped before it could save; the last checkpoint is"),
         (-9, False, 5, _Heard(step=7), LOG, "phase1 was killed by SIGKILL; the log is the.log"),
         # Torchrun's code, and what the other ranks say of it.
