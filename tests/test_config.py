@@ -45,8 +45,8 @@ def test_mistakes_are_named(override, said):
 
 
 def test_a_rate_may_be_written_in_any_way():
-    for text in ("3e-3", "3.0e-3", "0.003"):
-        assert load_params("toy", [f"lr={text}"]).hparams["lr"] == 0.003
+    for text in ("6e-3", "6.0e-3", "0.006"):
+        assert load_params("toy", [f"lr={text}"]).hparams["lr"] == 0.006
 
 
 def test_an_unknown_model_lists_those_that_there_are():
