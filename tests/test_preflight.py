@@ -52,7 +52,7 @@ def test_everything_is_found_at_once(data, tmp_path):
         data,
         run,
         "micro_batch_size=3",
-        "sequence_parallel=true",
+        "log_memory_interval=7",
         "phase5.rerun_mode=sideways",
         *VAST,
         tokenizer=tmp_path / "nothing",
