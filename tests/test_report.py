@@ -472,7 +472,7 @@ def test_what_is_no_finite_number(profile, tmp_path):
 def test_two_runs_on_one_page(profile, tmp_path):
     a, b = tmp_path / "a", tmp_path / "b"
     make_run(a, [10] * 5, [{"loss": 3.0}] * 50)
-    make_run(b, [10] * 5, [{"loss": 2.5}] * 30, ["lr=0.004"])
+    make_run(b, [10] * 5, [{"loss": 2.5}] * 30, ["lr=0.006"])
     out = tmp_path / "both.html"
     said = run_kaiyuan("report", a, b, "--output", out).stdout
     assert f"report: {out}" in said
@@ -482,7 +482,7 @@ def test_two_runs_on_one_page(profile, tmp_path):
     assert page.row("Steps") == ["50 of 50, 100%", "30 of 50, 60%"]
     assert page.row("Loss") == [f"{n} nats a token, last 5 steps" for n in ("3.000", "2.500")]
     before = ", ".join(f"phase{i}: {0.005 if i == 1 else 0.003}" for i in range(1, 6))
-    assert page.row("lr") == [before, "0.004"]
+    assert page.row("lr") == [before, "0.006"]
     assert "micro_batch_size" not in page.dom.split("Settings that differ")[1]
     assert not (a / "report.html").exists()
 
