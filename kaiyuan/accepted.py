@@ -35,6 +35,8 @@ FIXED = {
     "ckpt_format": "torch_dist",
     "eval_iters": 0,
 }
+# Those of them that Megatron takes by itself where nothing is given.
+FIXED_BY_DEFAULT = ("optimizer", "ckpt_format")
 # The launcher sets these itself.
 DERIVED = (
     *("train_samples", "train_iters", "phase_transition_iterations", "phase_name", "data_path"),

@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from kaiyuan.accepted import FIXED
+from kaiyuan.accepted import FIXED, FIXED_BY_DEFAULT
 from kaiyuan.errors import UserError
 
 # Whole numbers from 1 on.
@@ -57,6 +57,8 @@ def check_values(arguments: Mapping[str, Any], where: str) -> None:
             raise UserError(f"{where}: {key} must be one of {', '.join(_CHOICES[key])}")
     for key, wanted in FIXED.items():
         given = arguments.get(key)
+        if given is None and key in FIXED_BY_DEFAULT:
+            continue
         if given != wanted or isinstance(given, bool) != isinstance(wanted, bool):
             raise UserError(f"{where}: {key} must be {_yaml(wanted)}, not {_yaml(given)}")
     workers = arguments.get("num_workers")

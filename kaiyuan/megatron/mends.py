@@ -1,9 +1,11 @@
 """Faults of Megatron 0.19.2 that stand in our way, mended from outside."""
 
+import queue
 from typing import Any
 
 import megatron.core.datasets.utils as dataset_utils
 import torch
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.optimizer import distrib_optimizer
 from megatron.core.optimizer import optimizer as base_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -30,6 +32,16 @@ def install() -> None:
     OptimizerParamScheduler.load_state_dict = _with_own_rates(
         OptimizerParamScheduler.load_state_dict
     )
+
+
+def write_checkpoints_here() -> None:
+    """Let the threads that write a checkpoint report through a queue of this process.
+
+    Megatron takes a queue of another process even where it does not save asynchronously. That
+    process is started at the first save and imports torch: 2 s on a laptop, 10 s where disks are
+    slow; and a save fails if it has been ended.
+    """
+    filesystem_async._results_queue = queue.Queue()
 
 
 def _with_state(sharded_state_dict: Any) -> Any:
