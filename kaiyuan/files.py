@@ -112,7 +112,7 @@ def atomic_folder(path: Path) -> Iterator[Path]:
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}."))
     except OSError as error:
-        raise UserError(f"cannot write to {path.parent}: {error.strerror}") from error
+        raise UserError(f"cannot write to {path}: {error.strerror}") from error
     try:
         yield temporary
         # mkdtemp makes folders that only their owner can read; give it the usual mode.

@@ -187,7 +187,7 @@ def verify(
 @app.command()
 def tokenizer(
     source: Annotated[str, typer.Argument(metavar="FROM", help="Model folder or hub id.")],
-    output: Annotated[Path, typer.Option(help="Folder to write the four files to.")],
+    output: Annotated[Path, typer.Option(help="New or empty folder for the four files.")],
 ) -> None:
     """Take the four tokenizer files out of a model and check that they agree.
 
@@ -216,16 +216,20 @@ def corpus(output: Annotated[Path, typer.Option(help="Folder to make.")]) -> Non
 
 @app.command("train-tokenizer")
 def train_tokenizer(
-    input: Annotated[Path, typer.Option(help="Parquet file, folder or glob.")],
-    output: Annotated[Path, typer.Option(help="Folder to write the four files to.")],
-    vocab_size: Annotated[int, typer.Option(help="Entries of the vocabulary.")] = 8192,
+    input: Annotated[Path, typer.Option(help="Parquet file, folder or glob; its column text.")],
+    output: Annotated[Path, typer.Option(help="New or empty folder for the four files.")],
+    vocab_size: Annotated[
+        int,
+        # kaiyuan.data.tokenizer.SMALLEST, which is not imported for every verb.
+        typer.Option(min=257, help="Tokens: one a byte, the end of documents, the rest is learnt."),
+    ] = 8192,
 ) -> None:
     """Train a byte-level BPE tokenizer; a reproduction takes the published one instead.
 
     Example: kaiyuan train-tokenizer --input toy/corpus --output toy/tokenizer
     """
-    from kaiyuan.data.corpus import texts_of
+    from kaiyuan.data.inputs import texts_of
     from kaiyuan.data.tokenizer import train_tokenizer
 
-    info = train_tokenizer(texts_of(input), output, vocab_size)
+    info = train_tokenizer(texts_of([input]), output, vocab_size)
     typer.echo(f"{output}: vocabulary of {info.vocab_size:,}, hash {info.hash[:16]}")

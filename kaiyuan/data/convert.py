@@ -145,7 +145,7 @@ def plan_conversion(
         text_bytes = sum(sum(file.text_bytes) for file in files)
         executor.start(Path(tokenizer), encoder, special_text, text_bytes)
     info = load_tokenizer(Path(tokenizer))
-    eod_id = info.id_of(eod)
+    eod_id = info.end_id(eod)
     units = cut_units(files)
     sample = _sample(files, units, text_column)
     choice = choose_encoder(

@@ -1,5 +1,6 @@
 """A killed run goes on and ends as an undisturbed one; other input or options are noticed."""
 
+import json
 import os
 import random
 import signal
@@ -120,13 +121,20 @@ def halfway(ranked, small, tmp_path):
         ({"order": "rank-desc"}, "order"),
         ({"order": "rank", "encoder": "hf"}, "encoder"),
         ({"order": "rank", "special_text": "literal"}, "special_text"),
-        ({"order": "rank", "eod": "!"}, "eod"),
     ],
 )
 def test_other_options_are_noticed(ranked, small, halfway, options, named):
     with pytest.raises(UserError, match=f"another {named}"):
         convert([ranked], halfway, small.folder, workers=1, **options)
     assert not (halfway / "manifest.json").exists()
+
+
+def test_another_end_of_documents_is_noticed(ranked, small, halfway):
+    plan = json.loads((halfway / "plan.json").read_text())
+    plan["identity"]["eod"] -= 1
+    (halfway / "plan.json").write_text(json.dumps(plan))
+    with pytest.raises(UserError, match="another eod"):
+        convert([ranked], halfway, small.folder, order="rank", workers=1)
 
 
 def test_another_tokenizer_is_noticed(ranked, halfway, tmp_path):
