@@ -142,15 +142,12 @@ def convert(
         summary = verb.plan_conversion(input, output, tokenizer, **options).summary(single)
         typer.echo(json.dumps(summary, indent=1) if as_json else describe_plan(summary))
         return
-    manifest = verb.convert(
-        input,
-        output,
-        tokenizer,
-        workers=workers,
-        executor=executor,
-        single=single,
-        **options,
-    )
+    options |= {"workers": workers, "executor": executor, "single": single}
+    try:
+        manifest = verb.convert(input, output, tokenizer, **options)
+    except KeyboardInterrupt:
+        typer.echo("convert: stopped; the same command goes on from here", err=True)
+        raise
     text = {key: manifest[key] for key in ("counts", "order", "dtype", "eod", "encoder")}
     typer.echo(json.dumps(text, indent=1) if as_json else describe_manifest(output, manifest))
 

@@ -270,7 +270,7 @@ MISTAKES = {
         {"order": "rank"},
         "out of range",
     ),
-    "unknown token": (rows(text=["a"]), {"eod": "<eos>"}, "no token '<eos>'"),
+    "unknown token": (rows(text=["a"]), {"eod": "<eos>"}, "'<eos>' is no token"),
     "not parquet": (lambda f: (f / "in/a.parquet").write_bytes(b"PAR1"), {}, "not a whole parquet"),
     "empty file": (lambda f: (f / "in/a.parquet").touch(), {}, "not a whole parquet"),
     "no files": (lambda f: None, {}, "no parquet files"),

@@ -293,6 +293,30 @@ def test_a_killed_worker_is_said_and_the_next_run_goes_on(corpus, undisturbed, s
     assert ConvertedPhase.open(tmp_path / "out").manifest == undisturbed[0]
 
 
+@pytest.mark.parametrize("under_way", [False, True])
+def test_ctrl_c_is_one_line_and_ends_the_workers(corpus, small, tmp_path, under_way):
+    """While the workers import what they need, and while they are at a unit."""
+    process = subprocess.Popen(
+        arguments(corpus, tmp_path / "out", small),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,  # a terminal sends Ctrl-C to all processes of the group
+    )
+    workers = []
+    while len(workers) < 2 and process.poll() is None:
+        workers = [pid for pid in children(process.pid) if "spawn_main" in command_line(pid)]
+        time.sleep(0.02)
+    while under_way and not list(tmp_path.glob("out/shards/*.json")) and process.poll() is None:
+        time.sleep(0.02)
+    time.sleep(0 if under_way else 0.2)
+    os.killpg(process.pid, signal.SIGINT)
+    said, error = process.communicate()
+    assert (process.returncode, said) == (130, "")
+    assert error.strip() == "convert: stopped; the same command goes on from here"
+    assert not any(Path(f"/proc/{pid}").exists() for pid in workers)
+
+
 def command_line(pid):
     try:
         return Path(f"/proc/{pid}/cmdline").read_text()
