@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from kaiyuan.cli.verbs import Verbs
+from kaiyuan.cli.verbs import PathOrName, Verbs
 from kaiyuan.errors import UserError
 
 app = Verbs()
@@ -63,7 +63,9 @@ def download(
 
 @app.command()
 def inspect(
-    paths: Annotated[list[str], typer.Argument(help="Files, folders, globs or hf:// addresses.")],
+    paths: Annotated[
+        list[PathOrName], typer.Argument(help="Files, folders, globs or hf:// addresses.")
+    ],
     tokenizer: Annotated[
         Path | None, typer.Option(help="Folder with tokenizer.json, to count tokens.")
     ] = None,
@@ -80,7 +82,7 @@ def inspect(
     from kaiyuan.data import inspect as verb
     from kaiyuan.data.inspect_page import show, write_html
 
-    report = verb.inspect(paths, tokenizer, sample)
+    report = verb.inspect([*paths], tokenizer, sample)
     if as_json:
         typer.echo(json.dumps(report.to_json(), ensure_ascii=False, indent=1))
     else:
@@ -183,7 +185,7 @@ def verify(
 
 @app.command()
 def tokenizer(
-    source: Annotated[str, typer.Argument(metavar="FROM", help="Model folder or hub id.")],
+    source: Annotated[PathOrName, typer.Argument(metavar="FROM", help="Model folder or hub id.")],
     output: Annotated[Path, typer.Option(help="New or empty folder for the four files.")],
 ) -> None:
     """Take the four tokenizer files out of a model and check that they agree.
