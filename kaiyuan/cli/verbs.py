@@ -20,7 +20,7 @@ class Verbs(typer.Typer):
     """
 
     def command(self, *args: Any, **options: Any) -> Callable[[Any], Any]:
-        """Register a verb; its parameters that are paths or places, or lists, are watched."""
+        """Register a verb; its parameters that hold paths are watched."""
         register = super().command(*args, **options)
 
         def watched(verb: Any) -> Any:
