@@ -50,5 +50,5 @@ def check_length(needed: int, most: int) -> None:
     if needed > most:
         raise UserError(
             f"prompt and new tokens make {needed:,} tokens, the model was trained on {most:,}: "
-            "shorten the prompt or give a smaller --max-new-tokens"
+            "shorten the prompt or ask for fewer new tokens"
         )
