@@ -55,7 +55,9 @@ def export_checkpoint(
 @app.command("import")
 def import_model(
     folder: Annotated[Path, typer.Argument(help="Folder with config.json and safetensors.")],
-    output: Annotated[Path, typer.Option(help="Folder to make, for --load of a training.")],
+    output: Annotated[
+        Path, typer.Option(help="Folder to make, for kaiyuan train ... pretrained_checkpoint=.")
+    ],
 ) -> None:
     """Write a Hugging Face Qwen3ForCausalLM folder as a checkpoint that training starts from.
 
@@ -70,7 +72,10 @@ def import_model(
 @app.command("average")
 def average_checkpoints(
     run: Annotated[Path, typer.Argument(help="A run, or its checkpoints folder.")],
-    output: Annotated[Path, typer.Option(help="Folder to make.")],
+    output: Annotated[
+        Path,
+        typer.Option(help="Folder to make; kaiyuan train ... pretrained_checkpoint= takes it too."),
+    ],
     last: Annotated[int | None, typer.Option(help="So many of the newest.")] = None,
     iterations: Annotated[str, typer.Option(help="These instead, as in 100,200,300.")] = "",
     decay: Annotated[
