@@ -21,15 +21,20 @@ from kaiyuan.checkpoint.names import EMBEDDING
 from kaiyuan.megatron import layers, loss
 
 
-def logits(info: CheckpointInfo, tokens: Sequence[Sequence[int]]) -> npt.NDArray[np.float32]:
+def logits(
+    info: CheckpointInfo, tokens: Sequence[Sequence[int]], rounded_to: str = "float32"
+) -> npt.NDArray[np.float32]:
     """Return the logits in fp32, [batch, sequence, vocabulary without padding].
 
     Args:
         info: the checkpoint.
         tokens: ids, [batch, sequence].
+        rounded_to: type that the weights are rounded to; the computing is in fp32 all the same.
     """
     quiet()
     model = load_model(info)
+    for weight in model.parameters():
+        weight.data = weight.data.to(getattr(torch, rounded_to)).float()
     ids = torch.tensor(tokens, device=torch.cuda.current_device())
     positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
     with torch.inference_mode():
