@@ -366,7 +366,8 @@ def work(args: argparse.Namespace) -> None:
     if not args.worker.startswith(BASELINE):
         batches.append(args.batch * args.gpus)
     steps = WARM_UP + args.steps  # of each global batch
-    trace_to = args.traces / f"{args.worker}.json.gz" if args.traces else None
+    name = args.worker.replace(" ", "-") + ".json.gz"
+    trace_to = args.traces / name if args.traces else None
     first = not int(os.environ["RANK"])
     watch = make_stopwatch(steps * len(batches), trace_to if first else None)
     pretrain.provide_datasets = measure.provide_random  # type: ignore[assignment]

@@ -2,8 +2,8 @@
 
     python -m kaiyuan.rank --num-layers 28 ... --data-path data/phase1
 
-It imports nothing heavy at its top: Megatron's checkpoint writer spawns a helper process, which
-loads this module again.
+It imports nothing heavy at its top: a process that Megatron spawns, as an asynchronous checkpoint
+writer does, loads this module again.
 """
 
 import multiprocessing
@@ -56,9 +56,9 @@ def main() -> None:
 
 
 def help_rank() -> None:
-    """Ready a process that a rank spawned, such as the checkpoint writer's helper.
+    """Ready a process that a rank spawned, such as an asynchronous checkpoint writer.
 
-    Slurm sends its SIGTERM to all processes of a job, and the save that follows needs the helper.
+    Slurm sends its SIGTERM to all processes of a job, and the save that follows needs that one.
     """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     end_with(os.getppid())
@@ -66,7 +66,7 @@ def help_rank() -> None:
 
 def _leave(code: int) -> NoReturn:
     """End at once: other ranks may wait in a collective that will never come."""
-    for child in multiprocessing.active_children():  # the checkpoint writer, loader workers
+    for child in multiprocessing.active_children():  # a checkpoint writer, loader workers
         child.kill()
     os._exit(code)
 

@@ -199,8 +199,8 @@ def checkpoint_names() -> None:
     }
     assert layer < names, names
     assert "decoder.final_layernorm.weight" in names
-    # TransformerEngine 2.12 has an extra state in each of these modules, and does without none.
-    parts = ["linear_qkv", "linear_proj", "core_attention", "q_layernorm", "k_layernorm"]
+    # With TransformerEngine 2.12, Megatron's checkpoints have an extra state of each of these.
+    parts = ["linear_qkv", "linear_proj", "q_layernorm", "k_layernorm"]
     modules = {f"layers.self_attention.{part}" for part in parts}
     modules |= {"layers.mlp.linear_fc1", "layers.mlp.linear_fc2", "final_layernorm"}
     extra = {name for name in names if "extra_state" in name}

@@ -15,16 +15,20 @@ SHORT = ("phase1.max_samples=32", "lr_warmup_samples=16", "save_interval=2")
 def trained(demo, make_params, tmp_path_factory):
     """Return a function that trains four steps where so many of the packages are installed.
 
-    The last two steps are done by a process that goes on from the checkpoint.
+    The last two steps are done by a process that goes on from the checkpoint, where `then` is
+    installed.
     """
     params = make_params(["phase1"])
 
-    def trained(packages):
+    def trained(packages, then=None):
         run = tmp_path_factory.mktemp("with") / "run"
-        more = {"KAIYUAN_STAND_IN": " ".join(packages)}
         data, path = demo.folder / "data", [ROOT / "tests" / "stand_ins"]
-        train(run, data, params, *SHORT, "exit_interval=2", environment=more, path=path)
-        train(run, data, params, *SHORT, environment=more, path=path)
+        for names, more in (
+            (packages, ["exit_interval=2"]),
+            (packages if then is None else then, []),
+        ):
+            installed = {"KAIYUAN_STAND_IN": " ".join(names)}
+            train(run, data, params, *SHORT, *more, environment=installed, path=path)
         return np.array(losses(run), float), (run / "logs" / "phase1-node0.log").read_text()
 
     return trained
@@ -40,4 +44,13 @@ def test_the_same_losses_with_any_of_them(trained):
     for packages in [c for n in (1, 2) for c in itertools.combinations(names, n)]:
         mine, log = trained(packages)
         np.testing.assert_allclose(mine, without, rtol=0, atol=1e-5, err_msg=str(packages))
+        assert "the stand-in's FusedAdam is used" in log
+
+
+@pytest.mark.slow
+def test_either_goes_on_from_the_checkpoint_of_the_other(trained):
+    without, _ = trained(())
+    for first, then in ((), ("transformer_engine",)), (("transformer_engine",), ()):
+        mine, log = trained(first, then)
+        np.testing.assert_allclose(mine, without, rtol=0, atol=1e-5, err_msg=f"{first} {then}")
         assert "the stand-in's FusedAdam is used" in log

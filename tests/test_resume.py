@@ -54,7 +54,7 @@ def smaller_files():
 def test_a_run_that_is_interrupted_in_every_way(params, data, uninterrupted, tmp_path):
     run = tmp_path / "run"
     # SIGTERM in the midst of phase 1, at a step that is not due for saving, to every process, as
-    # Slurm sends it: also to the helper that wrote the checkpoint of step 2.
+    # Slurm sends it.
     process = start(run, data, params, *SHORT)
     wait_for(lambda: steps_done(run) >= 3, process)
     for each in sessions_of(ranks_of(run)):

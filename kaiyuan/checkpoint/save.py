@@ -42,7 +42,6 @@ _EXTRA_STATES = (
     "self_attention.linear_proj",
     "mlp.linear_fc1",
     "mlp.linear_fc2",
-    "self_attention.core_attention",
     "self_attention.q_layernorm",
     "self_attention.k_layernorm",
 )

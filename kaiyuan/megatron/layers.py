@@ -104,11 +104,11 @@ class ResidualRMSNorm(RMSNorm):
         return super().forward(x)
 
 
-class _WithExtraState(torch.nn.Module):
-    """Has an ``_extra_state`` in checkpoints, which is None.
+class StandaloneRMSNorm(RMSNorm):
+    """A norm that TransformerEngine does not fuse into the next product: query, key, final.
 
-    TransformerEngine's module in the same place has one, for the scaling factors of FP8, and
-    Megatron does not load a checkpoint that lacks it.
+    Its module has an ``_extra_state`` in checkpoints, for the scaling factors of FP8, and Megatron
+    does not load a checkpoint that lacks it. Ours has one, too, which is None.
     """
 
     def get_extra_state(self) -> None:
@@ -118,11 +118,7 @@ class _WithExtraState(torch.nn.Module):
         """Ignore what TransformerEngine wrote."""
 
 
-class StandaloneRMSNorm(_WithExtraState, RMSNorm):
-    """A norm that TransformerEngine does not fuse into the next product: query, key, final."""
-
-
-class SDPA(_WithExtraState, MegatronModule):
+class SDPA(MegatronModule):
     """Core attention through torch.nn.functional.scaled_dot_product_attention.
 
     Causal; grouped queries are not copied out. With context parallelism each rank has two chunks of

@@ -1,9 +1,11 @@
 """Faults of Megatron 0.19.2 that stand in our way, mended from outside."""
 
+import queue
 from typing import Any
 
 import megatron.core.datasets.utils as dataset_utils
 import torch
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.optimizer import distrib_optimizer
 from megatron.core.optimizer import optimizer as base_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -20,6 +22,7 @@ def install() -> None:
             DistributedOptimizer.sharded_state_dict
         )
         DistributedOptimizer.load_state_dict = _with_own_steps(DistributedOptimizer.load_state_dict)
+    DistributedOptimizer.load_state_dict = _with_own_options(DistributedOptimizer.load_state_dict)
     DistributedOptimizer._set_main_param_and_optimizer_states = _writable(
         DistributedOptimizer._set_main_param_and_optimizer_states
     )
@@ -29,6 +32,16 @@ def install() -> None:
     OptimizerParamScheduler.load_state_dict = _with_own_rates(
         OptimizerParamScheduler.load_state_dict
     )
+
+
+def write_checkpoints_here() -> None:
+    """Let the threads that write a checkpoint report through a queue of this process.
+
+    Megatron takes a queue of another process even where it does not save asynchronously. That
+    process is started at the first save and imports torch: 2 s on a laptop, 10 s where disks are
+    slow; and a save fails if it has been ended.
+    """
+    filesystem_async._results_queue = queue.Queue()
 
 
 def _with_state(sharded_state_dict: Any) -> Any:
@@ -58,6 +71,28 @@ def _with_own_steps(load_state_dict: Any) -> Any:
         load_state_dict(self, state)
         for values in self.optimizer.state.values():
             values["step"] = values["step"].clone()
+
+    return wrapped
+
+
+def _with_own_options(load_state_dict: Any) -> Any:
+    """Let torch's AdamW and the FusedAdam of TransformerEngine or Apex load each other's state.
+
+    Megatron puts the parameter groups of the checkpoint in the place of the optimizer's. Then
+    FusedAdam lacks its option ``bias_correction``, and its step number, which its kernel takes as
+    an integer, is torch's float. So an option that the optimizer does not have is left out, and
+    what the checkpoint does not say stays as it is.
+    """
+
+    def wrapped(self: Any, state: dict[str, Any]) -> None:
+        own = {k: v for k, v in self.optimizer.param_groups[0].items() if k != "params"}
+        state["optimizer"]["param_groups"] = [
+            {k: own[k] for k in own.keys() - group}
+            | {k: v for k, v in group.items() if k in own}
+            | ({"step": int(group["step"])} if "step" in group else {})
+            for group in state["optimizer"]["param_groups"]
+        ]
+        load_state_dict(self, state)
 
     return wrapped
 

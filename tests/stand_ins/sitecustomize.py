@@ -7,6 +7,7 @@ the real ones do on a GPU.
 
 import contextlib
 import importlib
+import operator
 import os
 import sys
 import types
@@ -61,13 +62,14 @@ def working(torch):
 
         def __init__(self, params, lr, betas, eps, weight_decay, **_):
             options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-            super().__init__(params, options)
+            super().__init__(params, options | {"bias_correction": True})
             print("the stand-in's FusedAdam is used")
 
         @torch.no_grad()
         def step(self):
             for group in self.param_groups:
-                group["step"] = group.get("step", 0) + 1
+                assert group["bias_correction"]
+                group["step"] = operator.index(group.get("step", 0)) + 1  # its kernel wants an int
                 for p in (p for p in group["params"] if p.grad is not None):
                     self.update(p, self.state[p], group)
 
