@@ -17,7 +17,8 @@ import numpy.typing as npt
 from tokenizers import Tokenizer
 
 from kaiyuan.checkpoint.describe import CheckpointInfo
-from kaiyuan.checkpoint.hf_config import register_variant
+from kaiyuan.checkpoint.hf_config import register_variant, sizes_of
+from kaiyuan.checkpoint.load import ModelTensors, TorchDistCheckpoint
 from kaiyuan.errors import UserError
 from kaiyuan.sampling import check_prompts
 
@@ -62,7 +63,8 @@ def compare(info: CheckpointInfo, hf_folder: Path, text: str) -> Comparison:
     """Compare the logits of both models on the tokens of a text.
 
     Raises:
-        UserError: the folder is not an exported model, or the text has no tokens.
+        UserError: the folder is not an exported model, the checkpoint is not whole, or the text is
+            empty.
     """
     try:
         config = json.loads((hf_folder / "config.json").read_text(encoding="utf-8"))
@@ -73,6 +75,7 @@ def compare(info: CheckpointInfo, hf_folder: Path, text: str) -> Comparison:
     except Exception as error:  # tokenizers has no class for its own
         raise UserError(f"{hf_folder} is not an exported model: {error}") from error
     check_prompts([text])
+    ModelTensors(TorchDistCheckpoint(info.folder), sizes_of(info))  # refuses what does not fit
     ids = encoder.encode(text).ids
     dtype = config.get("dtype") or config.get("torch_dtype") or "float32"
     return Comparison(compare_logits(info, hf_folder, [ids], dtype), len(ids), dtype)

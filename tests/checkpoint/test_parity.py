@@ -1,5 +1,6 @@
 """Exported weights give the logits that Megatron gives."""
 
+import dataclasses
 import inspect
 import json
 import os
@@ -61,6 +62,9 @@ def test_what_cannot_be_compared(info, hf, tmp_path):
         compare(info, tmp_path / "nothere", "text")
     with pytest.raises(UserError, match="empty"):
         compare(info, hf, "")
+    other = dataclasses.replace(info, model=info.model | {"hidden_size": 64})
+    with pytest.raises(UserError, match="is of another model"):
+        compare(other, hf, "text")
 
 
 def swap_rows(weights, name, first, second):
