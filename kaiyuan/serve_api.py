@@ -12,13 +12,13 @@ import contextlib
 import json
 import threading
 import uuid
-from collections.abc import Coroutine
+from collections.abc import AsyncGenerator, Coroutine
 from typing import Annotated, Any, Literal, Self
 
 import torch
 from fastapi import Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, StreamingResponse
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 from starlette.exceptions import HTTPException
 from transformers import StoppingCriteriaList
@@ -172,13 +172,30 @@ class Server(Serve):
                 task.cancel()
             await asyncio.wait(tasks)
 
+    async def _pieces(self, stream: Any) -> AsyncGenerator[Any]:
+        """Yield the pieces of a streamed answer, until the server ends."""
+        piece = asyncio.ensure_future(anext(stream, None))
+        try:
+            while not self.server.should_exit:
+                if (await asyncio.wait([piece], timeout=0.2))[0]:
+                    if piece.result() is None:
+                        break
+                    yield piece.result()
+                    piece = asyncio.ensure_future(anext(stream, None))
+        finally:
+            piece.cancel()  # which ends the work, too
+            await asyncio.wait([piece])
+
     async def _complete(self, request: Request, wanted: Completion) -> Any:
         room = self._room(wanted.prompt)
         body = wanted.body(room)
         self._check(room, body["max_tokens"])
         work = self._completion_handler.handle_request(body, request.state.request_id)
         try:
-            return await self._answer(request, work)
+            answer = await self._answer(request, work)
+            if isinstance(answer, StreamingResponse):
+                answer.body_iterator = self._pieces(answer.body_iterator)
+            return answer
         except HTTPException:
             raise
         except Exception as error:

@@ -1,6 +1,7 @@
 """A model behind OpenAI's API, asked over the loopback."""
 
 import contextlib
+import http.client
 import json
 import signal
 import socket
@@ -170,17 +171,20 @@ def test_as_many_tokens_as_fit_are_the_default(address):
     assert answer["usage"]["total_tokens"] == 256
 
 
-def long_requests(address: str, number: int, timeout: float) -> list[threading.Thread]:
+def long_requests(
+    address: str, number: int, timeout: float, stream: bool = False
+) -> list[threading.Thread]:
     """Send as many requests at once that each take as long as the model can write."""
 
     def send() -> None:
-        body = {"prompt": "a", "max_tokens": 250, "generation_config": '{"eos_token_id": null}'}
+        choice = '{"eos_token_id": null}'
+        body = {"prompt": "a", "max_tokens": 250, "generation_config": choice, "stream": stream}
         request = urllib.request.Request(
             f"{address}/v1/completions",
             json.dumps(body).encode(),
             {"Content-Type": "application/json"},
         )
-        with contextlib.suppress(OSError):  # it is not answered in time
+        with contextlib.suppress(OSError, http.client.HTTPException):  # it is not all answered
             urllib.request.urlopen(request, timeout=timeout).read()
 
     threads = [threading.Thread(target=send) for _ in range(number)]
@@ -214,7 +218,7 @@ def test_ctrl_c_ends_the_server_amid_its_work(server):
     """The last test of the server; without an end of the work it would go on for long."""
     process, address, log = server
     wait_for(address)
-    waiting = long_requests(address, 60, 60)
+    waiting = long_requests(address, 40, 60) + long_requests(address, 20, 60, stream=True)
     time.sleep(0.5)
     process.send_signal(signal.SIGINT)
     start = time.monotonic()
