@@ -23,6 +23,13 @@ _MADE = {
     _EXPORTED: "the Hugging Face model",
 }
 
+# Said before a step's commands.
+_NOTES = {
+    "train": "phases 1 and 2 are ended early (max_samples in the toy's data.yaml) to keep it short",
+    "generate": "a model of 1.2 million parameters babbles after a minute of training; what counts "
+    "is that the whole chain works",
+}
+
 Step = tuple[str, list[list[str]]]
 
 
@@ -43,6 +50,8 @@ def run_demo(out: Path, command: Callable[[Sequence[str]], Any], console: Consol
     difference = None
     for number, (title, commands) in enumerate(steps, start=1):
         console.rule(f"[bold]{number}/{len(steps)} {title}", align="left")
+        if note := _NOTES.get(commands[0][0]):
+            console.print(note, soft_wrap=True, highlight=False)
         for argv in commands:
             console.print(f"[cyan]$ kaiyuan {shlex.join(argv)}", soft_wrap=True, highlight=False)
             if argv[0] == "export":

@@ -43,8 +43,10 @@ def atomic_write(path: Path, mode: str = "wb") -> Iterator[IO[Any]]:
     one, never a part of it.
 
     Raises:
-        UserError: the folder cannot be written to, or the disk is full.
+        UserError: the folder cannot be written to, the disk is full, or ``path`` is a folder.
     """
+    if path.is_dir():
+        raise UserError(f"{path} is a folder, where a file is to be written: name the file")
     encoding = None if "b" in mode else "utf-8"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -112,7 +114,7 @@ def atomic_folder(path: Path) -> Iterator[Path]:
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}."))
     except OSError as error:
-        raise UserError(f"cannot write to {path.parent}: {error.strerror}") from error
+        raise UserError(f"cannot write to {path}: {error.strerror}") from error
     try:
         yield temporary
         # mkdtemp makes folders that only their owner can read; give it the usual mode.

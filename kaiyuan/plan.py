@@ -115,9 +115,11 @@ def make_plan(params: Params, data: Path | None = None) -> Plan:
             or for a phase that is not converted yet, the tokens that data.yaml assumes are taken.
 
     Raises:
-        UserError: a phase has neither data nor an assumption, is too short for one step, or was
-            converted in another order than data.yaml asks for.
+        UserError: ``data`` is no folder; a phase has neither data nor an assumption, is too short
+            for one step, or was converted in another order than data.yaml asks for.
     """
+    if data is not None and not data.is_dir():
+        raise UserError(f"{data} is not a folder: name the one with the converted phases")
     converted = [converted_phase(phase, params, data) for phase in params.phases]
     tokens = [_tokens(*pair) for pair in zip(params.phases, converted, strict=True)]
     batch, sequence = (_number(params, key) for key in ("global_batch_size", "seq_length"))

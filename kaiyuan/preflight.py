@@ -23,6 +23,7 @@ from kaiyuan.errors import UserError
 from kaiyuan.estimate import checkpoint_bytes
 from kaiyuan.plan import PhasePlan, Plan, converted_phase, make_plan
 from kaiyuan.plan_summary import batch_layout, kept_checkpoints, model_processes
+from kaiyuan.progress import human_bytes
 from kaiyuan.runfolder import arguments_hash, latest_step, recorded
 from kaiyuan.train import Nodes, check_layout, chosen_phases
 
@@ -196,8 +197,8 @@ def _check_disk(plan: Plan, run: Path) -> None:
     free = shutil.disk_usage(place).free
     if done < plan.steps and free < needed:
         raise UserError(
-            f"{to_come} more checkpoints need {needed / 1e9:,.1f} GB, {place} has "
-            f"{free / 1e9:,.1f} GB left: raise save_interval or save_retain_interval, or take "
+            f"{to_come} more checkpoints need {human_bytes(needed)}, {place} has "
+            f"{human_bytes(free)} left: raise save_interval or save_retain_interval, or take "
             "another --output"
         )
 

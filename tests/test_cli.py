@@ -2,6 +2,7 @@
 
 import inspect
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from typer.models import OptionInfo
 from kaiyuan import cli
 from kaiyuan.config import load_params
 from kaiyuan.errors import UserError
+from kaiyuan.files import write_json
 from kaiyuan.plan import make_plan
 from kaiyuan.train import train
 
@@ -186,14 +188,21 @@ def test_no_verb_takes_an_empty_path():
             for name, parameter in inspect.signature(verb).parameters.items():
                 info = parameter.annotation.__metadata__[0]
                 option = isinstance(info, OptionInfo)
-                if "Path" in str(parameter.annotation):
+                if re.search(r"\b(Path|PathOrName)\b", str(parameter.annotation)):
                     seen += 1
                     named = info.param_decls or [f"--{name}".replace("_", "-")] if option else []
                     with pytest.raises(UserError, match=f"given for {name} is empty"):
                         cli.app([*argv, *named, ""], standalone_mode=False)
                 if not option:
                     argv.append("x")  # what comes before the next argument
-    assert seen > 30
+    assert seen > 40
+
+
+def test_a_folder_in_the_place_of_a_file(tmp_path):
+    (tmp_path / "page").mkdir()
+    with pytest.raises(UserError, match="page is a folder, where a file is to be written"):
+        write_json(tmp_path / "page", {})
+    assert [path.name for path in tmp_path.iterdir()] == ["page"]
 
 
 def test_debug_shows_the_traceback(tmp_path):

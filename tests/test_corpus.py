@@ -65,6 +65,15 @@ def test_the_same_interpreter_gives_the_same_corpus(corpus, tmp_path):
     assert json.dumps(again) == json.dumps(manifest)
 
 
+def test_other_things_are_left_alone(tmp_path):
+    path = tmp_path / "phase1/part-00000.zstd.parquet"  # as the published data is named
+    path.parent.mkdir()
+    path.write_text("precious")
+    with pytest.raises(UserError, match="exists already"):
+        make_corpus(tmp_path)
+    assert path.read_text() == "precious"
+
+
 def test_an_altered_file_is_found_when_the_command_is_given_again(tmp_path):
     make_corpus(tmp_path)
     path = tmp_path / "phase3/part-00001.zstd.parquet"

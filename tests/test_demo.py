@@ -9,6 +9,10 @@ import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3ForCausalLM
 
+from kaiyuan.config import load_params
+from kaiyuan.estimate import num_parameters
+from kaiyuan.plan import make_plan
+
 PHASES = ["phase1", "phase2", "phase3", "phase4", "phase5"]
 
 
@@ -23,6 +27,10 @@ def test_every_step_shows_its_command_and_its_figures(demo):
         *("corpus", "train-tokenizer", "convert", "train", "export", "compare"),
         *("generate", "report"),
     ]
+    # Those whose table has far fewer tokens trained on than there are.
+    early = [phase.name for phase in load_params("toy").phases if phase.max_samples]
+    assert early == ["phase1", "phase2"]
+    assert "\nphases 1 and 2 are ended early (max_samples" in demo.output
     for phase in PHASES:
         row = re.search(rf"^ *{phase} +([\d,]+) +([\d,]+) +([\d,]+) +([\d,]+) ", demo.output, re.M)
         assert row, phase
@@ -86,6 +94,8 @@ def test_the_exported_model_is_a_qwen3_that_says_what_megatron_says(demo):
 
 
 def test_it_generates_a_text_and_draws_the_loss(demo):
+    assert "\na model of 1.2 million parameters babbles" in demo.output
+    assert num_parameters(make_plan(load_params("toy")).phases[0].arguments) == 1_249_984
     said = demo.output.split("--max-new-tokens 40\n")[1].split("7/7")[0]
     assert said.startswith("The function returns")
     assert len(said) > len("The function returns") + 10

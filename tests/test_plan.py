@@ -127,6 +127,14 @@ def test_the_text_has_the_figures():
         assert figure in text
 
 
+def test_a_folder_of_data_that_is_not_there(tmp_path):
+    params = load_params("toy")
+    with pytest.raises(UserError, match="nothere is not a folder"):
+        make_plan(params, tmp_path / "nothere")
+    # One with no phase converted yet is.
+    assert make_plan(params, tmp_path) == make_plan(params)
+
+
 def test_an_uneven_batch_is_refused():
     plan = make_plan(load_params("qwen3_1p7b"))
     with pytest.raises(UserError, match="2048 is no multiple of 384"):

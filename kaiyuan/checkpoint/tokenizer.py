@@ -1,10 +1,9 @@
 """The tokenizer that goes with a model."""
 
-import shutil
 from pathlib import Path
 
 from kaiyuan.checkpoint.describe import CheckpointInfo
-from kaiyuan.data.tokenizer import ENDOFTEXT, FILES, extract_tokenizer, load_tokenizer
+from kaiyuan.data.tokenizer import ENDOFTEXT, load_tokenizer, write_files
 from kaiyuan.errors import UserError
 
 
@@ -41,8 +40,4 @@ def tokenizer_of(info: CheckpointInfo) -> tuple[Path, int | None]:
 def copy_tokenizer(source: Path, target: Path) -> None:
     """Copy the four files, or make those that a model of Hugging Face came without."""
     target.mkdir(exist_ok=True)
-    if all((source / name).is_file() for name in FILES):
-        for name in FILES:
-            shutil.copyfile(source / name, target / name)
-    else:
-        extract_tokenizer(str(source), target)
+    write_files(source, target)

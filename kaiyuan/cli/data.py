@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from kaiyuan.cli.verbs import Verbs
+from kaiyuan.cli.verbs import PathOrName, Verbs
 from kaiyuan.errors import UserError
 
 app = Verbs()
@@ -63,7 +63,9 @@ def download(
 
 @app.command()
 def inspect(
-    paths: Annotated[list[str], typer.Argument(help="Files, folders, globs or hf:// addresses.")],
+    paths: Annotated[
+        list[PathOrName], typer.Argument(help="Files, folders, globs or hf:// addresses.")
+    ],
     tokenizer: Annotated[
         Path | None, typer.Option(help="Folder with tokenizer.json, to count tokens.")
     ] = None,
@@ -80,7 +82,7 @@ def inspect(
     from kaiyuan.data import inspect as verb
     from kaiyuan.data.inspect_page import show, write_html
 
-    report = verb.inspect(paths, tokenizer, sample)
+    report = verb.inspect([*paths], tokenizer, sample)
     if as_json:
         typer.echo(json.dumps(report.to_json(), ensure_ascii=False, indent=1))
     else:
@@ -142,15 +144,12 @@ def convert(
         summary = verb.plan_conversion(input, output, tokenizer, **options).summary(single)
         typer.echo(json.dumps(summary, indent=1) if as_json else describe_plan(summary))
         return
-    manifest = verb.convert(
-        input,
-        output,
-        tokenizer,
-        workers=workers,
-        executor=executor,
-        single=single,
-        **options,
-    )
+    options |= {"workers": workers, "executor": executor, "single": single}
+    try:
+        manifest = verb.convert(input, output, tokenizer, **options)
+    except KeyboardInterrupt:
+        typer.echo("convert: stopped; the same command goes on from here", err=True)
+        raise
     text = {key: manifest[key] for key in ("counts", "order", "dtype", "eod", "encoder")}
     typer.echo(json.dumps(text, indent=1) if as_json else describe_manifest(output, manifest))
 
@@ -186,8 +185,8 @@ def verify(
 
 @app.command()
 def tokenizer(
-    source: Annotated[str, typer.Argument(metavar="FROM", help="Model folder or hub id.")],
-    output: Annotated[Path, typer.Option(help="Folder to write the four files to.")],
+    source: Annotated[PathOrName, typer.Argument(metavar="FROM", help="Model folder or hub id.")],
+    output: Annotated[Path, typer.Option(help="New or empty folder for the four files.")],
 ) -> None:
     """Take the four tokenizer files out of a model and check that they agree.
 
@@ -216,16 +215,20 @@ def corpus(output: Annotated[Path, typer.Option(help="Folder to make.")]) -> Non
 
 @app.command("train-tokenizer")
 def train_tokenizer(
-    input: Annotated[Path, typer.Option(help="Parquet file, folder or glob.")],
-    output: Annotated[Path, typer.Option(help="Folder to write the four files to.")],
-    vocab_size: Annotated[int, typer.Option(help="Entries of the vocabulary.")] = 8192,
+    input: Annotated[Path, typer.Option(help="Parquet file, folder or glob; its column text.")],
+    output: Annotated[Path, typer.Option(help="New or empty folder for the four files.")],
+    vocab_size: Annotated[
+        int,
+        # kaiyuan.data.tokenizer.SMALLEST, which is not imported for every verb.
+        typer.Option(min=257, help="Tokens: one a byte, the end of documents, the rest is learnt."),
+    ] = 8192,
 ) -> None:
     """Train a byte-level BPE tokenizer; a reproduction takes the published one instead.
 
     Example: kaiyuan train-tokenizer --input toy/corpus --output toy/tokenizer
     """
-    from kaiyuan.data.corpus import texts_of
+    from kaiyuan.data.inputs import texts_of
     from kaiyuan.data.tokenizer import train_tokenizer
 
-    info = train_tokenizer(texts_of(input), output, vocab_size)
+    info = train_tokenizer(texts_of([input]), output, vocab_size)
     typer.echo(f"{output}: vocabulary of {info.vocab_size:,}, hash {info.hash[:16]}")

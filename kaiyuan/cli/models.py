@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from kaiyuan.cli.verbs import Verbs
+from kaiyuan.cli.verbs import PathOrName, Verbs
 from kaiyuan.errors import UserError
 
 app = Verbs()
@@ -107,7 +107,7 @@ def generate_text(
     checkpoint: CheckpointOrExported,
     prompt: Annotated[list[str] | None, typer.Option(help="Text to continue; repeatable.")] = None,
     prompt_file: Annotated[
-        str | None, typer.Option(help="File with a prompt a line; - is the standard input.")
+        PathOrName | None, typer.Option(help="File with a prompt a line; - is the standard input.")
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="At most so many tokens.")] = 64,
     temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.")] = 0.0,

@@ -55,6 +55,7 @@ def profile(
 
     Example: kaiyuan profile toy --grid micro_batch_size=[4,8] --grid recompute=none
     """
+    import shlex
     import signal
 
     from kaiyuan.config import load_params
@@ -95,7 +96,8 @@ def profile(
     best = ranked(results)[0]
     if best.status != verb.MEASURED:
         raise UserError(f"no configuration could be measured; the logs are in {folder / 'runs'}")
-    typer.echo(f"kaiyuan train {model} --overlay {folder / 'overlay.yaml'}")
+    train = ("train", model, *(changes or []), "--overlay", str(folder / "overlay.yaml"))
+    typer.echo(f"kaiyuan {shlex.join(train)} --data DATA --output RUN")
     if check:
         promise = verb.check_promise(best, job)
         write_json(folder / "check.json", promise)

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from kaiyuan.cli.verbs import Verbs
+from kaiyuan.cli.verbs import PathOrName, Verbs
 
 app = Verbs()
 
@@ -19,7 +19,8 @@ DataFolder = Annotated[
     Path | None, typer.Option(help="Folder with the converted phases, phase1 to phase5.")
 ]
 Model = Annotated[
-    str, typer.Argument(help="toy, gpt_smoke, qwen3_1p7b, kaiyuan_2b_fp16, or a params folder.")
+    PathOrName,
+    typer.Argument(help="toy, gpt_smoke, qwen3_1p7b, kaiyuan_2b_fp16, or a params folder."),
 ]
 Overrides = Annotated[
     list[str] | None,

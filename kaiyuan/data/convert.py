@@ -35,6 +35,7 @@ from kaiyuan.data.units import (
     Unit,
     check_unchanged,
     cut_units,
+    forget_unit,
     read_record,
     shard_prefix,
 )
@@ -42,14 +43,15 @@ from kaiyuan.errors import UserError
 from kaiyuan.files import (
     MANIFEST,
     hashed_write,
+    make_folder,
     sha256_of,
     sha256_of_json,
     write_json,
     write_manifest,
 )
-from kaiyuan.progress import ConversionProgress
+from kaiyuan.progress import ConversionProgress, human_bytes
 
-PLAN = "plan.json"
+PLAN, LOCK = "plan.json", ".lock"
 FORMAT = 1  # raise it when the bytes of a shard would change for the same input
 _SAMPLE_PARTS, _SAMPLE_CHARS = 8, 100_000
 
@@ -145,7 +147,7 @@ def plan_conversion(
         text_bytes = sum(sum(file.text_bytes) for file in files)
         executor.start(Path(tokenizer), encoder, special_text, text_bytes)
     info = load_tokenizer(Path(tokenizer))
-    eod_id = info.id_of(eod)
+    eod_id = info.end_id(eod)
     units = cut_units(files)
     sample = _sample(files, units, text_column)
     choice = choose_encoder(
@@ -225,7 +227,7 @@ def _run_conversion(plan: Conversion, executor: UnitExecutor, single: bool) -> d
     folder = plan.job.folder
     _check_folder(folder)
     _check_disk(plan, single)
-    (folder / SHARDS).mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     with _locked(folder):
         finished = _begin(plan)
         if finished is not None and (finished["single"] is not None or not single):
@@ -276,9 +278,16 @@ def _sample(files: list[InputFile], units: list[Unit], text_column: str) -> list
 
 
 def _check_folder(folder: Path) -> None:
+    """Refuse what is not ours before a file is made in it.
+
+    The lock and the plan come first: with them alone a run was killed, or another is beginning.
+    """
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{folder} is not a folder")
-    if not (folder / PLAN).exists() and folder.exists() and any(folder.iterdir()):
+    # One look: the plan may come between two.
+    names = [path.name for path in folder.iterdir()] if folder.exists() else []
+    others = [name for name in names if name != LOCK and not name.startswith(f".{PLAN}.")]
+    if others and PLAN not in names:
         raise UserError(f"{folder} holds other things: give a new or empty folder")
 
 
@@ -289,18 +298,19 @@ def _check_disk(plan: Conversion, single: bool) -> None:
         needed -= sum(path.stat().st_size for path in (folder / SHARDS).iterdir())
     while not folder.exists():
         folder = folder.parent
+    make_folder(folder)  # what cannot be written to may have no size
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise UserError(
-            f"{plan.job.folder} needs about {needed / 1e9:,.1f} GB, but the disk has "
-            f"{free / 1e9:,.1f} GB free"
+            f"{plan.job.folder} needs about {human_bytes(needed)}, but the disk has "
+            f"{human_bytes(free)} free"
         )
 
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
     """Keep a second run out; the lock goes with the process, however it ends."""
-    with (folder / ".lock").open("w") as stream:
+    with (folder / LOCK).open("w") as stream:
         try:
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -319,14 +329,15 @@ def _begin(plan: Conversion) -> dict[str, Any] | None:
     times = {file.name: file.mtime_ns for file in plan.files}
     if path.exists():
         _check_same(plan, path)
-    else:
-        write_json(path, {"identity": plan.identity, "times": times})
     for place in (folder, folder / SHARDS):  # what a killed run was writing
         for leftover in place.glob(".*.*.*"):
             leftover.unlink()
-    if not (folder / MANIFEST).exists():
-        return None
-    return ConvertedPhase.open(folder).manifest
+    if (folder / MANIFEST).exists():
+        return ConvertedPhase.open(folder).manifest
+    # Anew each time: fresh copies have other times.
+    write_json(path, {"identity": plan.identity, "times": times})
+    (folder / SHARDS).mkdir(exist_ok=True)
+    return None
 
 
 def _check_same(plan: Conversion, path: Path) -> None:
@@ -348,11 +359,17 @@ def _check_same(plan: Conversion, path: Path) -> None:
 
 
 def _check_same_content(plan: Conversion, file: InputFile) -> None:
-    """A file with another time may be a fresh copy: compare it with the hash of the first run."""
+    """A file with another time may be a fresh copy: compare it with the hash of the first run.
+
+    Where the unit that has the hash is not done, those of the file that are done are done again.
+    """
     units = [unit for unit in plan.units if plan.files[unit.file] is file]
     records = [record for unit in units if (record := read_record(plan.job, unit)) is not None]
     known = {r["input_sha256"] for r in records} - {None}
-    if records and known != {sha256_of(file.path)}:
+    if not known:
+        for unit in units:
+            forget_unit(plan.job, unit)
+    elif known != {sha256_of(file.path)}:
         raise UserError(
             f"{file.path} was changed since this conversion began: bring it back, or start again "
             "in a new folder"

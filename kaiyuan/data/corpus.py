@@ -23,7 +23,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from kaiyuan.errors import UserError
-from kaiyuan.files import atomic_write, make_folder, read_manifest, sha256_of, write_manifest
+from kaiyuan.files import atomic_folder, atomic_write, read_manifest, sha256_of, write_manifest
 
 SOURCES = ("code", "english", "chinese")
 
@@ -52,7 +52,7 @@ def make_corpus(output: Path, seed: int = 1) -> dict[str, Any]:
     """Write the corpus, unless it is there already.
 
     Args:
-        output: folder that gets ``phase1`` to ``phase5`` and a manifest.
+        output: a new or empty folder that gets ``phase1`` to ``phase5`` and a manifest.
         seed: of the random order of the rows.
 
     Returns:
@@ -60,23 +60,23 @@ def make_corpus(output: Path, seed: int = 1) -> dict[str, Any]:
         and bytes of text.
 
     Raises:
-        UserError: it is there, and one of its files is not what was written; or it cannot be
-            written.
+        UserError: it is there, and one of its files is not what was written; or the folder holds
+            something else, or cannot be written.
     """
     if (output / "manifest.json").exists():
         manifest = read_manifest(output, "corpus")
         _check_files(output, manifest)
         return manifest
-    make_folder(output)  # before the texts are gathered, which takes seconds
-    documents = {source: sorted(_documents(source), key=_by_score) for source in SOURCES}
-    phases = []
-    for number, (name, megabytes, share) in enumerate(_PHASES):
-        rng = random.Random(seed + number)
-        chosen = _choose(documents, int(megabytes * 1e6), share, rng)
-        ranked = name in _RANKED
-        rows = list(enumerate(_interleave(chosen))) if ranked else list(enumerate(chosen))
-        phases.append(_write_phase(output / name, rows, ranked, rng))
-    return write_manifest(output, "corpus", {"seed": seed, "phases": phases})
+    with atomic_folder(output) as folder:  # begun before the texts are gathered, in seconds
+        documents = {source: sorted(_documents(source), key=_by_score) for source in SOURCES}
+        phases = []
+        for number, (name, megabytes, share) in enumerate(_PHASES):
+            rng = random.Random(seed + number)
+            chosen = _choose(documents, int(megabytes * 1e6), share, rng)
+            ranked = name in _RANKED
+            rows = list(enumerate(_interleave(chosen))) if ranked else list(enumerate(chosen))
+            phases.append(_write_phase(folder / name, rows, ranked, rng))
+        return write_manifest(folder, "corpus", {"seed": seed, "phases": phases})
 
 
 def _check_files(output: Path, manifest: dict[str, Any]) -> None:
@@ -216,11 +216,3 @@ def _write_phase(
         "empty": num_empty,
         "text_bytes": sum(len(document.text.encode()) for _, document in rows),
     }
-
-
-def texts_of(output: Path) -> Iterator[str]:
-    """Yield the texts of a corpus that :func:`make_corpus` wrote, phase by phase, row by row."""
-    for phase in read_manifest(output, "corpus")["phases"]:
-        for file in phase["files"]:
-            column = pq.read_table(output / phase["name"] / file["name"], columns=["text"])["text"]
-            yield from (text for text in column.to_pylist() if text)

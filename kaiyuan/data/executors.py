@@ -3,6 +3,7 @@
 import contextlib
 import multiprocessing
 import os
+import signal
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -44,8 +45,8 @@ class UnitExecutor(Protocol):
         """
         ...
 
-    def stop(self) -> None:
-        """End the processes."""
+    def stop(self, at_once: bool) -> None:
+        """End the processes, after the units that they are at, or at once."""
 
 
 @contextlib.contextmanager
@@ -56,6 +57,7 @@ def unit_executor(name: ExecutorName, workers: int | None = None) -> Iterator[Un
         UserError: Ray is wanted and missing; a process was killed while the executor was in use.
     """
     executor = LocalExecutor(workers) if name == "local" else RayExecutor(workers)
+    interrupted = False
     try:
         yield executor
     except BrokenProcessPool:
@@ -63,8 +65,11 @@ def unit_executor(name: ExecutorName, workers: int | None = None) -> Iterator[Un
             "a worker process was killed (too little memory?): run the same command again to go "
             "on where it was, with fewer --workers"
         ) from None
+    except KeyboardInterrupt:
+        interrupted = True
+        raise
     finally:
-        executor.stop()
+        executor.stop(at_once=interrupted)
 
 
 class LocalExecutor:
@@ -73,6 +78,7 @@ class LocalExecutor:
     def __init__(self, workers: int | None) -> None:
         self.workers = workers or _count_cores()
         self.pool: Executor | None = None
+        self._others: set[Any] = set()
 
     def start(
         self, tokenizer: Path, encoder: EncoderName, special_text: SpecialText, text_bytes: int
@@ -85,9 +91,16 @@ class LocalExecutor:
         # spawn, not fork: the encoders' threads do not survive a fork.
         context = multiprocessing.get_context("spawn")
         load = (tokenizer.absolute(), sha256_of(path), encoder, special_text)
+        self._others = set(multiprocessing.active_children())
         self.pool = ProcessPoolExecutor(workers, context, _start_worker, (os.getpid(), *load))
-        for _ in range(workers):  # each starts a process
-            self.pool.submit(os.getpid)
+        # Ctrl-C reaches all processes of a terminal, but is for this one, which ends the others:
+        # they inherit the mask, and so are not interrupted in their imports.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            for _ in range(workers):  # each starts a process
+                self.pool.submit(os.getpid)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
     def run(
         self, job: Job, units: Sequence[Unit], files: Sequence[InputFile]
@@ -100,9 +113,12 @@ class LocalExecutor:
         for future in as_completed(futures):
             yield future.result()
 
-    def stop(self) -> None:
+    def stop(self, at_once: bool) -> None:
         """See `UnitExecutor`."""
         if self.pool is not None:
+            if at_once:
+                for process in set(multiprocessing.active_children()) - self._others:
+                    process.terminate()
             self.pool.shutdown(wait=True, cancel_futures=True)
 
 
@@ -119,6 +135,7 @@ def _start_worker(
     os.environ["RAYON_NUM_THREADS"] = "1"
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     end_with(parent)  # so that none writes into a later run
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     # What is wrong with a tokenizer is found, and said, by the one that checks it.
     with contextlib.suppress(Exception):
         load_encoder(folder, json_sha256, encoder, special_text)
@@ -163,5 +180,5 @@ class RayExecutor:
             except ray.exceptions.RayTaskError as error:
                 raise error.cause if isinstance(error.cause, UserError) else error from None
 
-    def stop(self) -> None:
+    def stop(self, at_once: bool) -> None:
         """See `UnitExecutor`; the cluster stays."""

@@ -131,6 +131,17 @@ def read_rows(
         raise UserError(f"{file.path} is damaged: it has {row} rows where {expected} are announced")
 
 
+def texts_of(inputs: Sequence[str | Path]) -> Iterator[str]:
+    """Return the texts of all documents, file by file, row by row.
+
+    Raises:
+        UserError: see `find_inputs`, at once, and `read_rows`, on the way.
+    """
+    files = find_inputs(inputs)
+    batches = (read_rows(file, range(len(file.rows)), "text", None) for file in files)
+    return (text for each in batches for batch in each for text in batch.texts)
+
+
 def _expand(item: str) -> list[Path]:
     path = Path(item)
     if path.is_file():

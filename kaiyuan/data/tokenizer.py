@@ -11,7 +11,7 @@ import shutil
 import tempfile
 from collections.abc import Iterable, Sequence
 from concurrent.futures import BrokenExecutor, Executor, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -19,10 +19,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kaiyuan.errors import UserError
-from kaiyuan.files import atomic_write, sha256_of_json, write_json, write_manifest
+from kaiyuan.files import (
+    atomic_folder,
+    atomic_write,
+    read_manifest,
+    sha256_of_json,
+    write_json,
+    write_manifest,
+)
 
 FILES = ("merges.txt", "tokenizer.json", "vocab.json", "tokenizer_config.json")
 ENDOFTEXT = "<|endoftext|>"
+KIND = "tokenizer"
+SMALLEST = 257  # a token for each byte, and <|endoftext|>
 # Qwen's pre-tokenizer: one digit a token, words with one leading mark, runs of marks, spaces.
 _QWEN_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -45,6 +54,7 @@ class TokenizerInfo:
         json_sha256: SHA-256 of the bytes of tokenizer.json.
         vocab_size: highest id + 1, added tokens included.
         tokens: id of every token.
+        added: names of the added tokens, which no ordinary text is cut into.
     """
 
     folder: Path
@@ -52,15 +62,22 @@ class TokenizerInfo:
     json_sha256: str
     vocab_size: int
     tokens: dict[str, int]
+    added: frozenset[str]
 
-    def id_of(self, token: str) -> int:
-        """Return the id of a token.
+    def end_id(self, token: str) -> int:
+        """Return the id of a token that is to end documents.
 
         Raises:
-            UserError: the vocabulary has no such token.
+            UserError: there is no such token, or it is one of ordinary text, which would seem to
+                end a document wherever it stands.
         """
-        if token not in self.tokens:
-            raise UserError(f"the tokenizer in {self.folder} has no token {token!r}: name another")
+        if token not in self.added:
+            fault = "is a token of ordinary text in" if token in self.tokens else "is no token of"
+            some = sorted(self.added, key=self.tokens.__getitem__)[:5]
+            raise UserError(
+                f"{token!r} {fault} the tokenizer {self.folder}: documents end with an added token"
+                f", such as {', '.join(some) or 'none that it has'}"
+            )
         return self.tokens[token]
 
 
@@ -74,20 +91,26 @@ def load_tokenizer(folder: Path) -> TokenizerInfo:
     missing = [name for name in FILES if not (folder / name).is_file()]
     if missing:
         raise UserError(f"{folder} is not a whole tokenizer: {', '.join(missing)} missing")
+    return _check_agreement(folder)
+
+
+def _check_agreement(folder: Path) -> TokenizerInfo:
+    """Check a tokenizer as far as it is there: vocab.json and merges.txt can be made."""
     raw = (folder / "tokenizer.json").read_bytes()
     spec = _read_spec(folder / "tokenizer.json")
     vocab, merges = spec["model"]["vocab"], _merges_of(spec)
-    if _read_json(folder / "vocab.json") != vocab:
+    path = folder / "vocab.json"
+    if path.is_file() and _read_json(path) != vocab:
         raise UserError(f"{folder}: vocab.json and tokenizer.json hold different vocabularies")
-    if _read_merges(folder / "merges.txt") != merges:
+    path = folder / "merges.txt"
+    if path.is_file() and _read_merges(path) != merges:
         raise UserError(f"{folder}: merges.txt and tokenizer.json hold different merges")
     added = {token["content"]: token["id"] for token in spec["added_tokens"]}
-    config = _read_json(folder / "tokenizer_config.json")
-    for number, token in config.get("added_tokens_decoder", {}).items():
-        if added.get(token["content"]) != int(number):
+    for token, number in _read_decoder(folder / "tokenizer_config.json").items():
+        if added.get(token) != number:
             raise UserError(
-                f"{folder}: tokenizer_config.json gives {token['content']!r} the id {number}, "
-                f"tokenizer.json {added.get(token['content'])}"
+                f"{folder}: tokenizer_config.json gives {token!r} the id {number}, "
+                f"tokenizer.json {added.get(token)}"
             )
     tokens = vocab | added
     return TokenizerInfo(
@@ -96,6 +119,7 @@ def load_tokenizer(folder: Path) -> TokenizerInfo:
         json_sha256=hashlib.sha256(raw).hexdigest(),
         vocab_size=max(tokens.values()) + 1,
         tokens=tokens,
+        added=frozenset(added),
     )
 
 
@@ -107,29 +131,42 @@ def extract_tokenizer(source: str, output: Path) -> TokenizerInfo:
 
     Args:
         source: a folder or a repository id.
-        output: a new or empty folder.
+        output: a new or empty folder, or what the same call made.
 
     Raises:
-        UserError: tokenizer.json or tokenizer_config.json is missing, or the files disagree.
+        UserError: tokenizer.json or tokenizer_config.json is missing, the files disagree, or
+            ``output`` holds something else.
     """
     folder = Path(source)
     if not folder.is_dir():
         folder = _from_hub(source)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        if not (folder / name).is_file():
-            raise UserError(f"{source} has no {name}: give the folder of a model of this kind")
-    spec = _read_spec(folder / "tokenizer.json")
     with tempfile.TemporaryDirectory() as scratch:
-        made = Path(scratch)
-        for name in FILES:
-            if (folder / name).is_file():
-                shutil.copyfile(folder / name, made / name)
-        if not (made / "vocab.json").exists():
-            write_json(made / "vocab.json", spec["model"]["vocab"])
-        merges = made / "merges.txt"
-        _write_merges(merges, _read_merges(merges) if merges.exists() else _merges_of(spec))
-        load_tokenizer(made)
-        return _install(made, Path(output), source)
+        write_files(folder, Path(scratch))
+        return _install(Path(scratch), Path(output), source)
+
+
+def write_files(source: Path, target: Path) -> None:
+    """Copy the four files of a tokenizer, or make those that tokenizer.json alone decides.
+
+    Args:
+        source: folder of a tokenizer or a model.
+        target: a folder, whose other files stay.
+
+    Raises:
+        UserError: see :func:`extract_tokenizer`.
+    """
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        if not (source / name).is_file():
+            raise UserError(f"{source} has no {name}: give the folder of a model of this kind")
+    _check_agreement(source)
+    spec = _read_spec(source / "tokenizer.json")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(source / name, target / name)
+    if (source / "vocab.json").is_file():
+        shutil.copyfile(source / "vocab.json", target / "vocab.json")
+    else:
+        write_json(target / "vocab.json", spec["model"]["vocab"])
+    _write_merges(target / "merges.txt", _merges_of(spec))
 
 
 def train_tokenizer(texts: Iterable[str], output: Path, vocab_size: int) -> TokenizerInfo:
@@ -139,11 +176,11 @@ def train_tokenizer(texts: Iterable[str], output: Path, vocab_size: int) -> Toke
 
     Args:
         texts: read once.
-        output: a new or empty folder.
+        output: a new or empty folder, or what the same call made.
         vocab_size: tokens in all, ``<|endoftext|>`` included; at least 257.
 
     Raises:
-        UserError: the texts are too few for so many tokens.
+        UserError: the texts are too few for so many tokens, or ``output`` holds something else.
     """
     from tokenizers import (
         AddedToken,
@@ -157,6 +194,9 @@ def train_tokenizer(texts: Iterable[str], output: Path, vocab_size: int) -> Toke
         trainers,
     )
 
+    if vocab_size < SMALLEST:
+        raise UserError(f"a vocabulary has at least {SMALLEST} entries, not {vocab_size}")
+    _manifest_in(output)  # before the training, which takes its time
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -230,7 +270,10 @@ class HuggingFaceEncoder:
     def __init__(self, spec: str, special_text: SpecialText) -> None:
         from tokenizers import Tokenizer
 
-        self._tokenizer = Tokenizer.from_str(spec)
+        try:
+            self._tokenizer = Tokenizer.from_str(spec)
+        except Exception as error:  # the library raises bare Exception
+            raise UserError(f"tokenizer.json is not one of Hugging Face's: {error}") from None
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = special_text == "literal"
@@ -334,7 +377,28 @@ def _read_spec(path: Path) -> dict[str, Any]:
     if not isinstance(model, dict) or model.get("type", "BPE") != "BPE" or "merges" not in model:
         raise UserError(f"{path} does not hold a BPE tokenizer")
     spec["added_tokens"] = spec.get("added_tokens") or []
+    try:
+        _merges_of(spec)
+        ids = [*model["vocab"].values(), *(token["id"] for token in spec["added_tokens"])]
+        names = [token["content"] for token in spec["added_tokens"]]
+    except (AttributeError, KeyError, TypeError):
+        ids, names = [], []
+    whole = ids and all(type(each) is int and each >= 0 for each in ids)
+    if not whole or not all(isinstance(name, str) for name in names):
+        raise UserError(f"{path} is damaged: its vocabulary, merges or added tokens cannot be read")
     return spec
+
+
+def _read_decoder(path: Path) -> dict[str, int]:
+    """Return the ids that tokenizer_config.json gives to added tokens."""
+    config = _read_json(path)
+    try:
+        decoder = config.get("added_tokens_decoder") or {}
+        return {str(token["content"]): int(number) for number, token in decoder.items()}
+    except (AttributeError, KeyError, TypeError, ValueError):
+        raise UserError(
+            f"{path} is damaged: its added_tokens_decoder is not a table of ids and tokens"
+        ) from None
 
 
 def _merges_of(spec: dict[str, Any]) -> list[str]:
@@ -380,14 +444,30 @@ def _config(added_tokens: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _install(made: Path, output: Path, source: str) -> TokenizerInfo:
-    """Copy four checked files to ``output``, each atomically, and write the manifest last."""
+    """Make ``output`` of four files; what the same call made before is left as it is."""
     info = load_tokenizer(made)
-    for name in FILES:
-        with atomic_write(output / name) as stream:
-            stream.write((made / name).read_bytes())
     body = {"source": source, "hash": info.hash, "vocab_size": info.vocab_size}
-    write_manifest(output, "tokenizer", body)
+    earlier = _manifest_in(output)
+    if earlier is None:
+        with atomic_folder(output) as folder:
+            for name in FILES:
+                with atomic_write(folder / name) as stream:
+                    stream.write((made / name).read_bytes())
+            write_manifest(folder, KIND, body)
+        return replace(info, folder=output)
+    if {key: earlier.get(key) for key in body} != body or load_tokenizer(output).hash != info.hash:
+        raise UserError(f"{output} holds another tokenizer: remove it, or name another output")
     return load_tokenizer(output)
+
+
+def _manifest_in(output: Path) -> dict[str, Any] | None:
+    """Return the manifest of the tokenizer in a folder, None where the folder is new or empty."""
+    if output.is_dir() and any(output.iterdir()):
+        try:
+            return read_manifest(output, KIND)
+        except UserError:
+            raise UserError(f"{output} holds other things: give a new or empty folder") from None
+    return None
 
 
 def _from_hub(repository: str) -> Path:

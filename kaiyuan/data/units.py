@@ -141,7 +141,7 @@ def run_unit(job: Job, unit: Unit, file: InputFile) -> dict[str, Any]:
         "counts": asdict(counts),
         "files": files,
     }
-    write_json(prefix.with_name(prefix.name + ".json"), record)
+    write_json(_record_path(job, unit), record)
     return record
 
 
@@ -149,13 +149,22 @@ def read_record(job: Job, unit: Unit) -> dict[str, Any] | None:
     """Return the record of a finished unit of this job, None if it is still to be done."""
     prefix = shard_prefix(job.folder, unit.number)
     try:
-        record = json.loads(prefix.with_name(prefix.name + ".json").read_text(encoding="utf-8"))
+        record = json.loads(_record_path(job, unit).read_text(encoding="utf-8"))
         sizes = {name: _size(prefix, name) for name in record["files"]}
         wanted = {name: entry["size"] for name, entry in record["files"].items()}
     except (OSError, ValueError, KeyError, TypeError):
         return None  # not there or not whole: do the unit again
     same = record.get("job") == job.id and record.get("unit") == asdict(unit) and sizes == wanted
     return record if same else None
+
+
+def forget_unit(job: Job, unit: Unit) -> None:
+    """Have a unit done again, where it is done."""
+    _record_path(job, unit).unlink(missing_ok=True)
+
+
+def _record_path(job: Job, unit: Unit) -> Path:
+    return job.folder / SHARDS / f"{unit.number:05d}.json"
 
 
 def _size(prefix: Path, name: str) -> int:

@@ -100,9 +100,9 @@ def _error(result: Result, rates: Rates) -> float:
 
 
 def markdown(table: list[dict[str, Any]]) -> str:
-    """Return the table as Markdown, with shares in percent."""
+    """Return the table as Markdown that is also read well as it is: padded, no empty columns."""
     head = {
-        "rank": "",
+        "rank": "rank",
         "configuration": "configuration",
         "tokens_per_second": "tokens/s",
         "tflops": "TFLOP/s",
@@ -110,21 +110,26 @@ def markdown(table: list[dict[str, Any]]) -> str:
         "spread": "spread",
         "peak_gib": "peak GiB",
         "estimated_gib": "estimated GiB",
-        "memory_error": "error",
+        "memory_error": "memory error",
         "step_seconds": "s a step",
         "estimated_tokens_per_second": "estimated tokens/s",
-        "time_error": "error",
+        "time_error": "time error",
     }
     shares = ("mfu", "spread", "memory_error", "time_error")
-    lines = ["| " + " | ".join(head.values()) + " |", "|" + "---|" * len(head)]
+    lines = [list(head.values())]
     for row in table:
         cells = {
             k: f"{100 * row[k]:.1f}%" if k in shares and row[k] != "" else row[k] for k in head
         }
         if row["status"] != MEASURED:
             cells["tokens_per_second"] = f"{row['status']}: {row['error'][:80]}".rstrip(": ")
-        lines.append("| " + " | ".join(str(cell) for cell in cells.values()) + " |")
-    return "\n".join(lines) + "\n"
+        lines.append([str(cell) for cell in cells.values()])
+    full = [column for column in zip(*lines, strict=True) if any(column[1:])]
+    widths = [max(map(len, column)) for column in full]
+    padded = [" | ".join(map(str.ljust, line, widths)) for line in zip(*full, strict=True)]
+    rule = "|" + "|".join("-" * (width + 2) for width in widths) + "|"
+    first, *others = [f"| {line} |\n" for line in padded]
+    return "".join([first, f"{rule}\n", *others])
 
 
 def write_all(results: list[Result], rates: Rates | None, device: Device, folder: Path) -> str:

@@ -270,7 +270,7 @@ MISTAKES = {
         {"order": "rank"},
         "out of range",
     ),
-    "unknown token": (rows(text=["a"]), {"eod": "<eos>"}, "no token '<eos>'"),
+    "unknown token": (rows(text=["a"]), {"eod": "<eos>"}, "'<eos>' is no token"),
     "not parquet": (lambda f: (f / "in/a.parquet").write_bytes(b"PAR1"), {}, "not a whole parquet"),
     "empty file": (lambda f: (f / "in/a.parquet").touch(), {}, "not a whole parquet"),
     "no files": (lambda f: None, {}, "no parquet files"),
@@ -307,7 +307,7 @@ def test_file_given_twice_is_refused(ranked, small, tmp_path):
 def test_too_little_disk_is_said_before_the_first_byte(ranked, small, tmp_path, monkeypatch):
     usage = convert_module.shutil.disk_usage(tmp_path)._replace(free=100_000)
     monkeypatch.setattr(convert_module.shutil, "disk_usage", lambda path: usage)
-    with pytest.raises(UserError, match="free"):
+    with pytest.raises(UserError, match=r"the disk has 100\.0 kB free"):
         convert([ranked], tmp_path / "out", small.folder, order="rank")
     assert not (tmp_path / "out").exists()
 

@@ -1,7 +1,10 @@
 """A killed run goes on and ends as an undisturbed one; other input or options are noticed."""
 
+import fcntl
+import json
 import os
 import random
+import resource
 import signal
 import subprocess
 import sys
@@ -10,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from kaiyuan.data import units
 from kaiyuan.data.convert import convert
 from kaiyuan.data.phase import ConvertedPhase
 from kaiyuan.errors import UserError
@@ -120,13 +124,20 @@ def halfway(ranked, small, tmp_path):
         ({"order": "rank-desc"}, "order"),
         ({"order": "rank", "encoder": "hf"}, "encoder"),
         ({"order": "rank", "special_text": "literal"}, "special_text"),
-        ({"order": "rank", "eod": "!"}, "eod"),
     ],
 )
 def test_other_options_are_noticed(ranked, small, halfway, options, named):
     with pytest.raises(UserError, match=f"another {named}"):
         convert([ranked], halfway, small.folder, workers=1, **options)
     assert not (halfway / "manifest.json").exists()
+
+
+def test_another_end_of_documents_is_noticed(ranked, small, halfway):
+    plan = json.loads((halfway / "plan.json").read_text())
+    plan["identity"]["eod"] -= 1
+    (halfway / "plan.json").write_text(json.dumps(plan))
+    with pytest.raises(UserError, match="another eod"):
+        convert([ranked], halfway, small.folder, order="rank", workers=1)
 
 
 def test_another_tokenizer_is_noticed(ranked, halfway, tmp_path):
@@ -160,6 +171,26 @@ def test_a_fresh_copy_of_the_same_content_goes_on(ranked, small, halfway):
     assert manifest["counts"]["rows"] == 1500
 
 
+def test_a_copy_that_no_hash_is_known_of_is_read_again(ranked, small, tmp_path, monkeypatch):
+    monkeypatch.setattr(units, "_SMALLEST", 10_000)  # several units a file
+    manifest = convert([ranked], tmp_path / "out", small.folder, order="rank", workers=1)
+    shards = [shard["input"] for shard in manifest["shards"]]
+    assert shards.count(0) > 2
+    (tmp_path / "out/manifest.json").unlink()
+    (tmp_path / "out/shards/00000.json").unlink()  # the hash of the first file
+    written = {
+        path: path.stat().st_mtime_ns for path in sorted((tmp_path / "out/shards").glob("*.bin"))
+    }
+    path = ranked / "part-00000.parquet"
+    os.utime(path, (1, 1))
+    assert convert([ranked], tmp_path / "out", small.folder, order="rank", workers=1) == manifest
+    again = [path.stat().st_mtime_ns != before for path, before in written.items()]
+    assert again == [number == 0 for number in shards]
+    # The copy's time is what a third run goes by.
+    plan = json.loads((tmp_path / "out/plan.json").read_text())
+    assert plan["times"][path.name] == 1_000_000_000
+
+
 def test_input_that_changes_during_the_run_is_noticed(ranked, small, tmp_path, monkeypatch):
     from kaiyuan.data import convert as module
 
@@ -187,6 +218,42 @@ def test_full_disk_is_one_sentence_and_the_next_run_goes_on(ranked, small, tmp_p
     assert "cannot write" in done.stderr
     assert leftovers(tmp_path / "out") == []
     convert([ranked], tmp_path / "out", small.folder, order="rank", workers=1)
+
+
+@pytest.mark.parametrize("limit", [0, 100])
+def test_a_disk_that_is_full_before_the_plan(ranked, small, tmp_path, limit):
+    usual = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, usual[1]))
+    try:
+        with pytest.raises(UserError, match=r"cannot write .*plan\.json"):
+            convert([ranked], tmp_path / "out", small.folder, order="rank", workers=1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, usual)
+    convert([ranked], tmp_path / "out", small.folder, order="rank", workers=1)
+
+
+def test_a_run_that_was_killed_before_its_plan_goes_on(ranked, small, tmp_path):
+    for name in (".lock", ".plan.json.k1ll3d"):
+        tmp_path.joinpath("out").mkdir(exist_ok=True)
+        (tmp_path / "out" / name).write_text("")
+    convert([ranked], tmp_path / "out", small.folder, order="rank", workers=1)
+    assert leftovers(tmp_path / "out") == []
+
+
+def test_a_folder_of_other_things_stays_as_it_is(ranked, small, tmp_path):
+    (tmp_path / "out/shards").mkdir(parents=True)
+    with pytest.raises(UserError, match="holds other things"):
+        convert([ranked], tmp_path / "out", small.folder, order="rank", workers=1)
+    assert [path.name for path in (tmp_path / "out").rglob("*")] == ["shards"]
+
+
+def test_a_second_run_is_kept_out_from_the_first_moment(ranked, small, tmp_path):
+    (tmp_path / "out").mkdir()
+    with (tmp_path / "out/.lock").open("w") as stream:
+        fcntl.flock(stream, fcntl.LOCK_EX)
+        with pytest.raises(UserError, match="another conversion is writing"):
+            convert([ranked], tmp_path / "out", small.folder, order="rank", workers=1)
+    assert [path.name for path in (tmp_path / "out").iterdir()] == [".lock"]
 
 
 def test_workers_end_when_their_parent_is_killed(corpus, small, tmp_path):
@@ -224,6 +291,30 @@ def test_a_killed_worker_is_said_and_the_next_run_goes_on(corpus, undisturbed, s
     assert not (tmp_path / "out/manifest.json").exists()
     subprocess.run(arguments(corpus, tmp_path / "out", small), check=True, capture_output=True)
     assert ConvertedPhase.open(tmp_path / "out").manifest == undisturbed[0]
+
+
+@pytest.mark.parametrize("under_way", [False, True])
+def test_ctrl_c_is_one_line_and_ends_the_workers(corpus, small, tmp_path, under_way):
+    """While the workers import what they need, and while they are at a unit."""
+    process = subprocess.Popen(
+        arguments(corpus, tmp_path / "out", small),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,  # a terminal sends Ctrl-C to all processes of the group
+    )
+    workers = []
+    while len(workers) < 2 and process.poll() is None:
+        workers = [pid for pid in children(process.pid) if "spawn_main" in command_line(pid)]
+        time.sleep(0.02)
+    while under_way and not list(tmp_path.glob("out/shards/*.json")) and process.poll() is None:
+        time.sleep(0.02)
+    time.sleep(0 if under_way else 0.2)
+    os.killpg(process.pid, signal.SIGINT)
+    said, error = process.communicate()
+    assert (process.returncode, said) == (130, "")
+    assert error.strip() == "convert: stopped; the same command goes on from here"
+    assert not any(Path(f"/proc/{pid}").exists() for pid in workers)
 
 
 def command_line(pid):

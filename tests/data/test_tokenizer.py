@@ -6,9 +6,11 @@ import sys
 import unicodedata
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 from tokenizers import Tokenizer
 
+from kaiyuan.data.inputs import texts_of
 from kaiyuan.data.tokenizer import (
     ENDOFTEXT,
     FILES,
@@ -19,6 +21,7 @@ from kaiyuan.data.tokenizer import (
     train_tokenizer,
 )
 from kaiyuan.errors import UserError
+from kaiyuan.files import write_manifest
 from tests.data.conftest import sentences
 
 
@@ -43,13 +46,16 @@ def test_qwen_has_the_known_figures(qwen):
     # merges.txt of this copy has CRLF line ends.
     assert b"\r\n" in (qwen / "merges.txt").read_bytes()
     assert info.vocab_size == 151669
-    assert info.id_of(ENDOFTEXT) == 151643
-    assert info.id_of("<|im_end|>") == 151645
+    assert info.end_id(ENDOFTEXT) == 151643
+    assert info.end_id("<|im_end|>") == 151645
 
 
-def test_unknown_token_is_named(small):
-    with pytest.raises(UserError, match="<eos>"):
-        small.id_of("<eos>")
+@pytest.mark.parametrize(
+    ("token", "said"), [("<eos>", "'<eos>' is no token of"), ("the", "token of ordinary text in")]
+)
+def test_a_token_that_cannot_end_documents_is_named(small, token, said):
+    with pytest.raises(UserError, match=rf"{said}.*such as <\|endoftext\|>"):
+        small.end_id(token)
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -65,17 +71,29 @@ def test_missing_file_is_named(copy, name):
         ("tokenizer.json", "{"),
         ("tokenizer.json", "[]"),
         ("tokenizer.json", '{"model": {"type": "WordPiece", "vocab": {}}}'),
+        ("tokenizer.json", '{"model": {"vocab": [], "merges": []}}'),
+        ("tokenizer.json", '{"model": {"vocab": {"a": "0"}, "merges": []}}'),
+        ("tokenizer.json", '{"model": {"vocab": {"a": 0}, "merges": [3]}}'),
+        ("tokenizer.json", '{"model": {"vocab": {"a": 0}, "merges": []}, "added_tokens": [{}]}'),
         ("vocab.json", '{"a": 0}'),
         ("vocab.json", ""),
         ("merges.txt", "#version: 0.2\na b\n"),
         ("tokenizer_config.json", '{"added_tokens_decoder": {"3": {"content": "<|endoftext|>"}}}'),
         ("tokenizer_config.json", "\0"),
+        ("tokenizer_config.json", "[]"),
+        ("tokenizer_config.json", '{"added_tokens_decoder": {"x": {"content": "a"}}}'),
+        ("tokenizer_config.json", '{"added_tokens_decoder": {"399": {}}}'),
+        ("tokenizer_config.json", '{"added_tokens_decoder": [1]}'),
     ],
 )
-def test_file_that_disagrees_is_refused(copy, name, content):
+def test_file_that_disagrees_is_refused(copy, name, content, tmp_path):
     (copy / name).write_text(content)
-    with pytest.raises(UserError):
+    with pytest.raises(UserError, match=str(copy)):
         load_tokenizer(copy)
+    # Named is what the user gave, not a copy of it.
+    with pytest.raises(UserError, match=str(copy)):
+        extract_tokenizer(str(copy), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_hash_is_of_what_decides_ids(copy, small):
@@ -107,7 +125,7 @@ def test_extract_makes_what_is_missing_and_mends_line_ends(copy, small, tmp_path
 def test_trained_tokenizer_is_the_same_each_time_and_of_the_size(tmp_path):
     infos = [train_tokenizer(iter(sentences(300)), tmp_path / str(i), 380) for i in range(2)]
     assert infos[0].vocab_size == 380
-    assert infos[0].id_of(ENDOFTEXT) == 379
+    assert infos[0].end_id(ENDOFTEXT) == 379
     for name in FILES:
         assert (tmp_path / "0" / name).read_bytes() == (tmp_path / "1" / name).read_bytes()
 
@@ -118,12 +136,52 @@ def test_too_little_text_to_train_on_is_said(tmp_path):
     assert not (tmp_path / "tokenizer").exists()
 
 
+def test_a_vocabulary_smaller_than_the_bytes_is_refused(tmp_path):
+    for size in (-10, 0, 256):
+        with pytest.raises(UserError, match="at least 257"):
+            train_tokenizer(["a b"], tmp_path / "tokenizer", size)
+    assert train_tokenizer(["a b"], tmp_path / "tokenizer", 257).vocab_size == 257
+
+
+def test_other_things_are_left_alone(small, tmp_path):
+    """A corpus' manifest, a single file, and another tokenizer; the same again is no mistake."""
+    write_manifest(tmp_path / "corpus", "corpus", {"phases": []})
+    (tmp_path / "file").write_text("precious")
+    train_tokenizer(sentences(300), tmp_path / "other", 380)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    for name, said in (
+        ("corpus", "holds other things"),
+        ("file", "exists already"),
+        ("other", "holds another tokenizer"),
+    ):
+        with pytest.raises(UserError, match=said):
+            extract_tokenizer(str(small.folder), tmp_path / name)
+        with pytest.raises(UserError, match=said):
+            train_tokenizer(sentences(300), tmp_path / name, 370)
+    assert train_tokenizer(sentences(300), tmp_path / "other", 380).vocab_size == 380
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+    # One that was damaged meanwhile is not taken for whole.
+    (tmp_path / "other/merges.txt").write_text("")
+    with pytest.raises(UserError, match="different merges"):
+        train_tokenizer(sentences(300), tmp_path / "other", 380)
+
+
+def test_any_parquet_is_a_text_to_train_on(ranked):
+    tables = [pq.read_table(path) for path in sorted(ranked.iterdir())]
+    texts = [[text for text in table["text"].to_pylist() if text] for table in tables]
+    assert list(texts_of([ranked])) == [*texts[0], *texts[1], *texts[2]]
+    assert list(texts_of([ranked / "part-00001.parquet"])) == texts[1]
+    assert list(texts_of([f"{ranked}/*-0000[02]*"])) == [*texts[0], *texts[2]]
+    with pytest.raises(UserError, match="does not exist"):
+        texts_of([ranked / "none"])
+
+
 def test_transformers_loads_the_trained_tokenizer(small):
     transformers = pytest.importorskip("transformers")
     theirs = transformers.AutoTokenizer.from_pretrained(small.folder)
     ours = load_encoder(small.folder, small.json_sha256, "fast", "parse")
     assert len(theirs) == small.vocab_size
-    assert theirs.eos_token_id == theirs.pad_token_id == small.id_of(ENDOFTEXT)
+    assert theirs.eos_token_id == theirs.pad_token_id == small.end_id(ENDOFTEXT)
     for text in sentences(200, seed=9):
         ids = ours.encode([text])[0].tolist()
         assert theirs(text)["input_ids"] == ids
@@ -187,7 +245,7 @@ def test_fast_ids_are_hugging_faces_on_the_edge_set(qwen, special_text):
 
 def test_special_text_policy_is_hugging_faces(small):
     text = f"a {ENDOFTEXT} b"
-    eod = small.id_of(ENDOFTEXT)
+    eod = small.end_id(ENDOFTEXT)
     for name in ("fast", "hf"):
         parsed = load_encoder(small.folder, small.json_sha256, name, "parse").encode([text])[0]
         literal = load_encoder(small.folder, small.json_sha256, name, "literal").encode([text])[0]

@@ -12,6 +12,7 @@ import pytest
 
 from kaiyuan.config import load_params
 from kaiyuan.errors import UserError
+from kaiyuan.profiling.estimate import Rates
 from kaiyuan.profiling.grid import candidates, default_grid, read_grid
 from kaiyuan.profiling.sweep import (
     Device,
@@ -22,7 +23,7 @@ from kaiyuan.profiling.sweep import (
     fewest_micro_batches,
     measuring_argv,
 )
-from kaiyuan.profiling.table import ranked, write_all
+from kaiyuan.profiling.table import markdown, ranked, rows, write_all
 from tests.conftest import ROOT, one_line_error, run_kaiyuan
 
 # Small enough for a process to take a few seconds; 4 micro-batches of 2 at most.
@@ -85,11 +86,14 @@ def test_a_crash_is_a_result_and_the_rest_is_ranked(swept):
 
 
 def test_the_overlay_is_what_was_fastest_and_planning_takes_it(swept):
-    folder, _ = swept
+    folder, said = swept
     path = folder / "overlay.yaml"
     size = int(results(folder)[0]["configuration"].split("-")[0].removeprefix("mb="))
     changed = load_params("toy", overlay=path)
     assert changed.hparams["micro_batch_size"] == size
+    # The line to go on with has all that the overlay lacks.
+    changes = " ".join(word for word in SMALL if "=" in word)
+    assert f"\nkaiyuan train toy {changes} --overlay {path} --data DATA --output RUN\n" in said
     said = run_kaiyuan("plan", "toy", "--overlay", path, "global_batch_size=24", "--json").stdout
     assert json.loads(said)["batch"]["micro-batches a step"] == 24 // size
     # An override comes after it.
@@ -152,6 +156,17 @@ def test_what_cannot_fit_is_not_run():
     assert run[0].name == "mb=4-recompute=none"  # the fastest by estimate
     run, dropped = choose(found, None, 3)
     assert len(run) == 3 and {r.status for r in dropped} == {"left out"}
+
+
+def test_what_would_be_run_is_a_table_without_empty_columns():
+    found = candidates(load_params("toy"), {"micro_batch_size": [8, 4]}, 1)
+    listed = [Result(found[0], "to be run"), Result(found[1], "left out", error="too many")]
+    head, rule, *lines = markdown(rows(listed, Rates(), Device("cpu", None))).splitlines()
+    names = [name.strip() for name in head.strip("|").split("|")]
+    assert names == ["configuration", "tokens/s", "estimated GiB", "estimated tokens/s"]
+    assert rule == "".join("|" if char == "|" else "-" for char in head)
+    assert [line.split("|")[2].strip() for line in lines] == ["to be run", "left out: too many"]
+    assert {len(line) for line in lines} == {len(head)}
 
 
 def test_the_grid_of_several_gpus():
