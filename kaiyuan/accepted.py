@@ -83,6 +83,7 @@ _CHECKPOINTS = (
     *("dist_ckpt_optim_fully_reshardable", "distrib_optim_fully_reshardable_mem_efficient"),
     *("no_ckpt_fully_parallel_save", "ckpt_fully_parallel_load", "dist_ckpt_workers"),
     *("ckpt_assume_constant_structure", "ckpt_fully_parallel_load_exchange_algo"),
+    "pretrained_checkpoint",
 )
 _RECORDS = (
     *("log_interval", "log_throughput", "log_params_norm", "log_num_zeros_in_grad"),

@@ -65,8 +65,7 @@ def atomic_write(path: Path, mode: str = "wb") -> Iterator[IO[Any]]:
         Path(name).replace(path)
     except BaseException as error:
         Path(name).unlink(missing_ok=True)
-        if isinstance(error, OSError) and error.errno in _FULL:
-            raise UserError(f"cannot write {path}: {error.strerror}") from error
+        _refuse_full_disk(path, error)
         raise
     _sync_folder(path.parent)
 
@@ -106,7 +105,8 @@ def atomic_folder(path: Path) -> Iterator[Path]:
         A temporary folder beside it.
 
     Raises:
-        UserError: ``path`` exists and is not an empty folder, or it cannot be made there.
+        UserError: ``path`` exists and is not an empty folder, it cannot be made there, or the disk
+            is full.
     """
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise UserError(f"{path} exists already: remove it, or name another output")
@@ -125,10 +125,21 @@ def atomic_folder(path: Path) -> Iterator[Path]:
             temporary.replace(path)
         except OSError as error:
             raise UserError(f"{path} was made by another process meanwhile") from error
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(temporary, ignore_errors=True)
+        _refuse_full_disk(path, error)
         raise
     _sync_folder(path.parent)
+
+
+def _refuse_full_disk(path: Path, error: BaseException | None) -> None:
+    """Raise a UserError where an error came of a full disk, be it wrapped in a library's own."""
+    if isinstance(error, UserError):
+        return
+    while error:
+        if isinstance(error, OSError) and error.errno in _FULL:
+            raise UserError(f"cannot write {path}: {error.strerror}") from error
+        error = error.__cause__ or error.__context__
 
 
 def _sync_folder(folder: Path) -> None:

@@ -14,6 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from kaiyuan.checkpoint.describe import CHECKPOINTS, TRACKER, CheckpointInfo, megatrons_choice
+from kaiyuan.checkpoint.hf_config import sizes_of
 from kaiyuan.config import MEGATRON_VERSIONS, Params, to_argv
 from kaiyuan.data.tokenizer import load_tokenizer
 from kaiyuan.data.verify import verify
@@ -75,6 +77,7 @@ def preflight(
     if plan:
         checks += [
             partial(_check_tokenizer, plan, tokenizer),
+            partial(_check_start, plan, run),
             partial(_check_disk, plan, run),
             partial(_check_arguments, plan, run, nodes),
         ]
@@ -185,6 +188,21 @@ def _check_change(plan: Plan, run: Path, allow_change: bool) -> None:
     except UserError:
         return  # a tracker that was cut short is mended later
     to_record(plan, run, allow_change=allow_change)
+
+
+def _check_start(plan: Plan, run: Path) -> None:
+    """Hold the weights that the run is to begin with against its model.
+
+    Megatron takes them where the run has no checkpoint yet, and says little where they do not fit.
+    """
+    arguments = plan.phases[0].arguments
+    start = arguments.get("pretrained_checkpoint")
+    if start and not (run / CHECKPOINTS / TRACKER).exists():
+        from kaiyuan.checkpoint.load import ModelTensors, TorchDistCheckpoint  # they load torch
+
+        folder = megatrons_choice(Path(start))
+        info = CheckpointInfo(folder, 0, arguments, arguments["vocab_size"], None)
+        ModelTensors(TorchDistCheckpoint(folder), sizes_of(info))
 
 
 def _check_output(run: Path) -> None:

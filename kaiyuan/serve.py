@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import socket
 import sys
 from pathlib import Path
 
@@ -24,13 +25,15 @@ def serve(hf_folder: Path, host: str, port: int) -> None:
         port: TCP port.
 
     Raises:
-        UserError: neither server is installed, or the model is one that neither knows.
+        UserError: neither server is installed, the model is one that neither knows, or the
+            address is taken.
     """
     if json.loads((hf_folder / "config.json").read_text(encoding="utf-8")).get("auto_map"):
         raise UserError(
             f"{hf_folder} is a model with code of its own, which the servers do not know: "
             "use kaiyuan generate"
         )
+    _check_free(host, port)
     announcement = f"serving http://{host}:{port}/v1/completions, model {hf_folder}"
     if importlib.util.find_spec("vllm") is not None:
         print(announcement, file=sys.stderr, flush=True)
@@ -46,3 +49,13 @@ def serve(hf_folder: Path, host: str, port: int) -> None:
 
     print(announcement, file=sys.stderr)
     Server(force_model=str(hf_folder), host=host, port=port, non_blocking=True)
+
+
+def _check_free(host: str, port: int) -> None:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        # As the server does: what lingers of connections to one before is no hindrance.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise UserError(f"cannot listen on {host}:{port}: {error.strerror}") from None

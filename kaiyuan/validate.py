@@ -52,7 +52,8 @@ class Validation:
     """What is to be measured, checked before the first model is loaded.
 
     Attributes:
-        name: of the files that are written, without the suffix.
+        name: of the files that are written, without the suffix: of the data, its content and the
+            number of samples.
         trained_on: the run was trained on this very data.
     """
 
@@ -78,11 +79,13 @@ class Validation:
         _check_tokenizer(self.phase, self.checkpoints[-1], known.get("tokenizer_hash"))
         self.phases = known.get("phases", [])
         self.trained_on = self.phase.content_hash in [p["content_hash"] for p in self.phases]
-        self.name = home / f"validation-{data.resolve().name}"
         self.dataset = OrderedDataset(self.phase, self.checkpoints[-1].model["seq_length"])
         count = min(num_samples or len(self.dataset), len(self.dataset))
         # Evenly, because the order of a phase goes from worse to better text.
         self.samples = [i * len(self.dataset) // count for i in range(count)]
+        # Of what was measured, so that another measurement does not take its place.
+        content = self.phase.content_hash[:8]
+        self.name = home / f"validation-{data.resolve().name}-{content}-{count}"
 
     def __iter__(self) -> Iterator[Point]:
         """Measure one checkpoint after another, with documents kept apart where training did."""

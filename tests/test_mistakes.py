@@ -90,6 +90,19 @@ def test_the_examples_of_readme_and_help_are_taken(source):
         load_params("toy", [example])
 
 
+def test_what_the_docs_give_as_an_argument_is_taken():
+    texts = [path for part in ("docs", "scripts") for path in (ROOT / part).rglob("*.*")]
+    texts = [path for path in texts if path.suffix in (".md", ".sh", ".sbatch", ".yaml")]
+    given = {
+        name
+        for path in [*texts, *ROOT.glob("*.md")]
+        for name in re.findall(r"\b([a-z0-9_]+)=", path.read_text(encoding="utf-8"))
+        if option(name) in argument_names()
+    }
+    assert {"pretrained_checkpoint", "micro_batch_size", "profile_step_end"} <= given
+    assert given - {"trust_remote_code"} <= ACCEPTED  # that one is of transformers
+
+
 @pytest.fixture
 def without_tokens(make_params):
     """Params that assume no numbers of tokens, so that Megatron is not asked about a plan."""

@@ -11,7 +11,8 @@ from kaiyuan.data.phase import ConvertedPhase
 from kaiyuan.data.tokenizer import train_tokenizer
 from kaiyuan.errors import UserError
 from kaiyuan.files import read_manifest, write_manifest
-from kaiyuan.preflight import preflight
+from kaiyuan.plan import make_plan
+from kaiyuan.preflight import _check_start, preflight
 from kaiyuan.train import Nodes
 
 # A checkpoint of the toy takes 20 MB: fifty million of them fit nowhere.
@@ -119,3 +120,15 @@ def test_the_command_says_it_in_one_line(demo, tmp_path, kaiyuan):
     assert len(done.stderr.splitlines()) == 1
     assert "2 things stand in the way: (1) " in done.stderr
     assert json.loads(kaiyuan("plan", "toy", "--json").stdout)["steps"] > 0
+
+
+def test_weights_to_begin_with_must_be_of_the_same_shape(demo, tmp_path):
+    start = f"pretrained_checkpoint={demo.folder / 'run' / 'checkpoints'}"
+    another = make_plan(load_params("toy", [start, "hidden_size=128"]))
+    _check_start(make_plan(load_params("toy", [start])), tmp_path)
+    with pytest.raises(UserError, match=r"of another model: .* is \[8192, 64\] where .*128"):
+        _check_start(another, tmp_path)
+    _check_start(another, demo.folder / "run")  # which goes on from its own checkpoint
+    nothing = make_plan(load_params("toy", [f"pretrained_checkpoint={tmp_path}"]))
+    with pytest.raises(UserError, match="holds no complete checkpoint"):
+        _check_start(nothing, tmp_path)

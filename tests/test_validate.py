@@ -29,7 +29,8 @@ def validated(demo, tmp_path_factory):
     done = run_kaiyuan(
         "validate", run, "--data", demo.folder / "data" / "phase5", "--samples", SAMPLES
     )
-    with (run / "validation-phase5.csv").open() as stream:
+    (table,) = run.glob("validation-phase5-*.csv")
+    with table.open() as stream:
         return run, done, list(csv.DictReader(stream))
 
 
@@ -110,8 +111,22 @@ def test_every_checkpoint_is_a_point_of_the_curve(demo, validated):
     assert [f"iter_{int(row['iteration']):07d}" for row in rows] == folders
     assert len(rows) > 2
     assert float(rows[0]["loss"]) > float(rows[-1]["loss"])
-    assert (run / "validation-phase5.png").read_bytes().startswith(b"\x89PNG")
+    (picture,) = run.glob("validation-phase5-*.png")
+    assert picture.read_bytes().startswith(b"\x89PNG")
     assert "not held-out data" in done.stderr  # the toy was trained on it
+
+
+def test_another_measurement_has_another_name(demo, tmp_path):
+    data = demo.folder / "data"
+    renamed = shutil.copytree(data / "phase4", tmp_path / "other" / "phase5")
+    names = {
+        Validation(demo.folder / "run", folder, samples).name
+        for folder, samples in ((data / "phase5", 5), (data / "phase5", 6), (renamed, 5))
+    }
+    assert len(names) == 3
+    again = Validation(demo.folder / "run", data / "phase5", 5)
+    assert again.name in names
+    assert again.name.name.startswith("validation-phase5-")
 
 
 def test_data_of_another_tokenizer(demo, tmp_path):

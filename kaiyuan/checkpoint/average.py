@@ -36,8 +36,10 @@ def choose(path: Path, last: int | None, wanted: Sequence[int] = ()) -> list[int
         wanted: these instead.
 
     Raises:
-        UserError: there are not so many, or one of them is not there.
+        UserError: there are not so many, one of them is not there, or both ways are used.
     """
+    if wanted and last is not None:
+        raise UserError("--last and --iterations exclude each other: give one of them")
     there = iterations(checkpoints_folder(path))
     names = ", ".join(map(str, there)) or "none"
     if wanted:

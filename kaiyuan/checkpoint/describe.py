@@ -122,7 +122,17 @@ def iteration_folder(folder: Path, iteration: int) -> Path:
 def _iteration_folder(path: Path) -> Path:
     if _ITERATION.fullmatch(path.name) or path.name == RELEASE or (path / ".metadata").is_file():
         return path
-    folder = checkpoints_folder(path)
+    return megatrons_choice(checkpoints_folder(path))
+
+
+def megatrons_choice(folder: Path) -> Path:
+    """Return the one that Megatron would load of a folder of checkpoints.
+
+    Raises:
+        UserError: there is none.
+    """
+    if not (folder / TRACKER).is_file():
+        raise UserError(f"{folder} holds no complete checkpoint: it has no {TRACKER}")
     latest = _latest(folder)
     return folder / RELEASE if latest is None else iteration_folder(folder, latest)
 

@@ -55,7 +55,7 @@ def write_checkpoint(
     Megatron calls such a checkpoint a release: it has no optimizer state and no iteration.
 
     Args:
-        output: folder to make. ``--load output`` gives it to Megatron.
+        output: folder to make. ``pretrained_checkpoint=output`` gives it to a training.
         info: what the checkpoint is of; its folder is not used.
         read: gives each tensor, as Megatron has it, without padding.
 

@@ -16,7 +16,7 @@ app = Verbs()
 def download(
     phase: Annotated[str, typer.Option(help="Phases: 1,2 or 3-5 or all.")],
     dest: Annotated[Path, typer.Option(help="Folder that gets phase1 ... phase5.")],
-    source: Annotated[str, typer.Option(help="hf or modelscope.")] = "hf",
+    source: Annotated[Literal["hf", "modelscope"], typer.Option(help="Hub.")] = "hf",
     endpoint: Annotated[
         str | None, typer.Option(help="Address of the hub or a mirror; else HF_ENDPOINT.")
     ] = None,

@@ -3,7 +3,7 @@
 import json
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -34,7 +34,9 @@ Checkpoint = Annotated[
 def export_checkpoint(
     checkpoint: Checkpoint,
     output: Annotated[Path, typer.Option(help="Folder to make.")],
-    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
+    dtype: Annotated[
+        Literal["bfloat16", "float16", "float32"], typer.Option(help="Of the weights.")
+    ] = "bfloat16",
     model: ModelFile = None,
     vocab_size: VocabSize = None,
     tokenizer: TokenizerFolder = None,
@@ -55,7 +57,9 @@ def export_checkpoint(
 @app.command("import")
 def import_model(
     folder: Annotated[Path, typer.Argument(help="Folder with config.json and safetensors.")],
-    output: Annotated[Path, typer.Option(help="Folder to make, for --load of a training.")],
+    output: Annotated[
+        Path, typer.Option(help="Folder to make, for kaiyuan train ... pretrained_checkpoint=.")
+    ],
 ) -> None:
     """Write a Hugging Face Qwen3ForCausalLM folder as a checkpoint that training starts from.
 
@@ -70,8 +74,11 @@ def import_model(
 @app.command("average")
 def average_checkpoints(
     run: Annotated[Path, typer.Argument(help="A run, or its checkpoints folder.")],
-    output: Annotated[Path, typer.Option(help="Folder to make.")],
-    last: Annotated[int | None, typer.Option(help="So many of the newest.")] = None,
+    output: Annotated[
+        Path,
+        typer.Option(help="Folder to make; kaiyuan train ... pretrained_checkpoint= takes it too."),
+    ],
+    last: Annotated[int | None, typer.Option(min=1, help="So many of the newest.")] = None,
     iterations: Annotated[str, typer.Option(help="These instead, as in 100,200,300.")] = "",
     decay: Annotated[
         float, typer.Option(help="Weight of a checkpoint over that of the next newer one.")
@@ -102,13 +109,14 @@ def generate_text(
     prompt_file: Annotated[
         PathOrName | None, typer.Option(help="File with a prompt a line; - is the standard input.")
     ] = None,
-    max_new_tokens: Annotated[int, typer.Option(help="At most so many tokens.")] = 64,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="At most so many tokens.")] = 64,
     temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.")] = 0.0,
     top_p: Annotated[float, typer.Option(help="Sample among the likeliest.")] = 1.0,
     seed: Annotated[int, typer.Option(help="Of the sampling.")] = 0,
     batch_size: Annotated[int, typer.Option(min=1, help="So many prompts at once.")] = 8,
     engine: Annotated[
-        str, typer.Option(help="transformers, or megatron for its own on the checkpoint itself.")
+        Literal["transformers", "megatron"],
+        typer.Option(help="megatron takes its own, on the checkpoint itself."),
     ] = "transformers",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     model: ModelFile = None,
@@ -119,10 +127,14 @@ def generate_text(
 
     Example: kaiyuan generate toy/run --prompt "def main(" --max-new-tokens 32
     """
-    from kaiyuan.sampling import Sampling
+    from kaiyuan.sampling import Sampling, check_prompts
 
+    if prompt is None and prompt_file is None:
+        raise UserError("there is nothing to continue: give --prompt TEXT or --prompt-file FILE")
     prompts = [*(prompt or []), *_prompt_lines(prompt_file)]
+    check_prompts(prompts)
     sampling = Sampling(max_new_tokens, temperature, top_p, seed)
+    sampling.check()
     streamed = len(prompts) == 1 and not as_json and engine == "transformers"
     if engine == "megatron":
         from kaiyuan.checkpoint.describe import describe_checkpoint
@@ -135,16 +147,18 @@ def generate_text(
             )
         info = describe_checkpoint(checkpoint, model, vocab_size, tokenizer)
         texts = generate_with_megatron(info, prompts, sampling, batch_size)
-    elif engine == "transformers":
+    else:
         from kaiyuan.generate import generate, model_folder
 
         folder, _ = model_folder(checkpoint, model, vocab_size, tokenizer)
-        if streamed:
-            typer.echo(prompts[0], nl=False)
-        write = (lambda text: print(text, end="", flush=True)) if streamed else None
-        texts = generate(folder, prompts, sampling, batch_size, on_text=write)
-    else:
-        raise UserError(f"engine must be transformers or megatron, not {engine}")
+        before = list(prompts)  # printed when all is checked, with the first piece of text
+
+        def write(text: str) -> None:
+            print(*before, text, sep="", end="", flush=True)
+            before.clear()
+
+        on_text = write if streamed else None
+        texts = generate(folder, prompts, sampling, batch_size, on_text)
     pairs = zip(prompts, texts, strict=True)
     if streamed:
         typer.echo()
@@ -165,17 +179,16 @@ def compare(
 ) -> float:
     """Compare the logits of a checkpoint, in Megatron, with those of its export, in transformers.
 
-    Example: kaiyuan compare toy/run toy/model
+    The exit code is 1 where they are not the same model. Example: kaiyuan compare toy/run toy/model
     """
-    from tokenizers import Tokenizer
-
     from kaiyuan.checkpoint.describe import describe_checkpoint
-    from kaiyuan.checkpoint.parity import compare_logits
+    from kaiyuan.checkpoint.parity import compare as verb
 
-    ids = Tokenizer.from_file(str(exported / "tokenizer.json")).encode(text).ids
-    difference = compare_logits(describe_checkpoint(checkpoint), exported, [ids])
-    typer.echo(f"largest difference of the logits of {len(ids)} tokens: {difference:.2e}")
-    return difference
+    comparison = verb(describe_checkpoint(checkpoint), exported, text)
+    typer.echo(str(comparison))
+    if not comparison.same:
+        raise typer.Exit(1)
+    return comparison.difference
 
 
 @app.command()
@@ -279,9 +292,13 @@ def serve(
 def _prompt_lines(file: str | None) -> list[str]:
     if file is None:
         return []
-    if file == "-":
-        return sys.stdin.read().splitlines()
     try:
-        return Path(file).read_text(encoding="utf-8").splitlines()
+        text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise UserError(f"{file} cannot be read: {error}") from error
+    name, lines = "the standard input" if file == "-" else file, text.splitlines()
+    if not lines:
+        raise UserError(f"{name} holds no prompt")
+    if "" in lines:
+        raise UserError(f"line {lines.index('') + 1} of {name} is empty, where a prompt is due")
+    return lines

@@ -16,20 +16,26 @@ from megatron.core.transformer import TransformerConfig
 
 from kaiyuan.checkpoint.describe import CheckpointInfo
 from kaiyuan.checkpoint.hf_config import canonical_model
-from kaiyuan.checkpoint.load import TorchDistCheckpoint
+from kaiyuan.checkpoint.load import TorchDistCheckpoint, listed
 from kaiyuan.checkpoint.names import EMBEDDING
+from kaiyuan.errors import UserError
 from kaiyuan.megatron import layers, loss
 
 
-def logits(info: CheckpointInfo, tokens: Sequence[Sequence[int]]) -> npt.NDArray[np.float32]:
+def logits(
+    info: CheckpointInfo, tokens: Sequence[Sequence[int]], rounded_to: str = "float32"
+) -> npt.NDArray[np.float32]:
     """Return the logits in fp32, [batch, sequence, vocabulary without padding].
 
     Args:
         info: the checkpoint.
         tokens: ids, [batch, sequence].
+        rounded_to: type that the weights are rounded to; the computing is in fp32 all the same.
     """
     quiet()
     model = load_model(info)
+    for weight in model.parameters():
+        weight.data = weight.data.to(getattr(torch, rounded_to)).float()
     ids = torch.tensor(tokens, device=torch.cuda.current_device())
     positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
     with torch.inference_mode():
@@ -79,8 +85,12 @@ def load_model(info: CheckpointInfo, dtype: torch.dtype = torch.float32) -> Any:
         model.output_layer.register_forward_hook(
             lambda _layer, _inputs, out: (loss.soft_cap(out[0], cap), *out[1:])
         )
-    state = {"model": model.sharded_state_dict()}
-    model.load_state_dict(dist_checkpointing.load(state, str(info.folder))["model"])
+    # Scaling factors of FP8, which no weight here has; not every checkpoint has the same of them.
+    wanted = {k: v for k, v in model.sharded_state_dict().items() if "_extra_state" not in k}
+    state = dist_checkpointing.load({"model": wanted}, str(info.folder))["model"]
+    missing = [k for k in model.load_state_dict(state, strict=False)[0] if "_extra_state" not in k]
+    if missing:
+        raise UserError(f"{info.folder} lacks tensors of the model: {listed(missing)}")
     return model.eval().to(torch.cuda.current_device())
 
 

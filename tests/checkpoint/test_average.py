@@ -1,5 +1,7 @@
 """Averages, against numpy in float64."""
 
+import resource
+
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
@@ -78,3 +80,18 @@ def test_too_few_checkpoints_are_counted(run):
         choose(run, None, [4, 4])
     with pytest.raises(UserError, match="say how many"):
         choose(run, None)
+    with pytest.raises(UserError, match="exclude each other"):
+        choose(run, 2, [4])
+
+
+@pytest.mark.parametrize("most", [0, 1000, 200_000])
+def test_a_full_disk_is_named_by_the_output(run, most, tmp_path):
+    """Of a file over the limit the kernel says what it says of a full disk, in other words."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, before[1]))
+    try:
+        with pytest.raises(UserError, match=f"cannot write {tmp_path / 'average'}.*too large"):
+            average(run, [6, 8], tmp_path / "average")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not list(tmp_path.iterdir())

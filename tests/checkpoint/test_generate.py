@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from kaiyuan.checkpoint.describe import describe_checkpoint
 from kaiyuan.checkpoint.parity import megatron_logits
+from kaiyuan.cli import app
 from kaiyuan.errors import UserError
 from kaiyuan.generate import exported, generate
 from kaiyuan.sampling import Sampling
@@ -59,7 +60,10 @@ def test_sampling_repeats_with_the_seed(hf):
         (["a", ""], Sampling(), "empty prompt"),
         (["a"], Sampling(max_new_tokens=128), "the model was trained on 128"),
         (["a"], Sampling(max_new_tokens=0), "at least 1"),
-        (["a"], Sampling(temperature=-1), "must not be negative"),
+        (["a\udcff"], Sampling(), "is not UTF-8"),
+        (["a"], Sampling(temperature=-1), "temperature must be a number from 0 on"),
+        (["a"], Sampling(temperature=float("nan")), "temperature must be a number from 0 on"),
+        (["a"], Sampling(temperature=1, seed=10**23), "seed must be a whole number from 0"),
         (["a"], Sampling(temperature=1, top_p=0), "above 0 and at most 1"),
         (["a"], Sampling(top_p=0.5), "give --temperature"),
     ],
@@ -84,6 +88,35 @@ def test_the_export_on_the_way_is_kept_and_never_stale(run, tmp_path):
     assert not first.exists()
     shard = "model-00001-of-00001.safetensors"
     assert (second / shard).is_file()
+
+
+def say(argv, capsys):
+    """Run the command line here; return what a mistake is answered with, and what was printed."""
+    with pytest.raises(UserError) as caught:
+        app(["generate", *map(str, argv)], standalone_mode=False)
+    return str(caught.value), capsys.readouterr().out
+
+
+def test_mistakes_of_the_command_line_are_found_before_anything_is_printed(hf, tmp_path, capsys):
+    empty, gap = tmp_path / "empty", tmp_path / "gap"
+    empty.write_text("")
+    gap.write_text("import\n\ndef f\n")
+    for argv, sentence in {
+        (): "give --prompt TEXT or --prompt-file FILE",
+        ("--prompt-file", empty): "empty holds no prompt",
+        ("--prompt-file", gap): f"line 2 of {gap} is empty",
+        ("--prompt", "a", "--temperature", "nan"): "temperature must be a number",
+        ("--prompt", "a", "--max-new-tokens", "128"): "the model was trained on 128",
+    }.items():
+        said, printed = say([hf, *argv], capsys)
+        assert sentence in said
+        assert printed == ""
+
+
+def test_one_prompt_is_printed_before_its_text(hf, capfd):
+    app(["generate", str(hf), "--prompt", PROMPT, "--max-new-tokens", "8"], standalone_mode=False)
+    (text,) = generate(hf, [PROMPT], Sampling(max_new_tokens=8))
+    assert capfd.readouterr().out == f"{PROMPT}{text}\n"
 
 
 def test_command_line(run, tmp_path):

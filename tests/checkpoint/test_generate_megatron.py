@@ -90,5 +90,3 @@ def test_mistakes(info, run, hf):
         generate_with_megatron(info, ["a", ""], Sampling())
     with pytest.raises(UserError, match="is an exported model, --engine megatron takes a check"):
         generate_text(hf, prompt=["a"], engine="megatron")
-    with pytest.raises(UserError, match="engine must be transformers or megatron, not vllm"):
-        generate_text(run, prompt=["a"], engine="vllm")

@@ -99,7 +99,9 @@ def test_training_starts_from_an_import_at_any_layout(layout, hf, plan, tokenize
     frozen = {"lr": 0.0, "min_lr": 0.0, "weight_decay": 0.0, "exit_interval": 1}
     (phase,) = with_arguments(the_plan, layout_arguments(layout) | frozen).phases
     tp, pp = LAYOUTS[layout]
-    where = ["--load", str(tmp_path / "imported"), "--save", str(tmp_path / "saved")]
+    # As kaiyuan train does.
+    where = ["--load", str(tmp_path / "saved"), "--save", str(tmp_path / "saved")]
+    where += ["--pretrained-checkpoint", str(tmp_path / "imported")]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += [f"--nproc-per-node={tp * pp}", "-m", "kaiyuan.rank", *phase.argv]
     command += ["--data-path", str(data / "phase1"), *where]

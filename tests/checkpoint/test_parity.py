@@ -1,6 +1,9 @@
 """Exported weights give the logits that Megatron gives."""
 
+import dataclasses
+import inspect
 import json
+import os
 import shutil
 
 import pytest
@@ -9,8 +12,16 @@ from safetensors.torch import load_file, save_file
 
 from kaiyuan.checkpoint.describe import describe_checkpoint
 from kaiyuan.checkpoint.export import export
-from kaiyuan.checkpoint.parity import compare_logits, transformers_logits
+from kaiyuan.checkpoint.parity import (
+    BOUND,
+    Comparison,
+    compare,
+    compare_logits,
+    transformers_logits,
+)
+from kaiyuan.errors import UserError
 from tests.checkpoint.conftest import MODEL, VOCAB
+from tests.conftest import run_kaiyuan
 
 HEAD = MODEL["kv_channels"]
 
@@ -27,6 +38,33 @@ def test_export_of_a_split_training_has_megatrons_logits(layout, trained, tokens
     info = describe_checkpoint(trained(layout))
     export(info, tmp_path / "hf", "float32")
     assert compare_logits(info, tmp_path / "hf", tokens) <= 1e-5
+
+
+def test_an_export_of_less_precision_is_the_same_model(info, expected, tokens, tmp_path):
+    export(info, tmp_path / "bf16", "bfloat16")
+    difference = abs(transformers_logits(tmp_path / "bf16", tokens) - expected).max()
+    assert difference > BOUND  # without the rounding of Megatron's weights
+    assert "(not the same model: above 1e-04 in fp32)" in str(Comparison(difference, 64, "float32"))
+    rounded = compare(info, tmp_path / "bf16", inspect.getsource(os.path)[:300])
+    assert rounded.same
+    assert "the same model: at most 1e-04 in fp32, with weights rounded to bfloat16" in str(rounded)
+
+
+@pytest.mark.slow
+def test_another_model_is_told_by_the_exit_code(info, hf):
+    earlier = info.folder.parent / "iter_0000006"
+    done = run_kaiyuan("compare", earlier, hf, check=1)
+    assert "not the same model" in done.stdout
+
+
+def test_what_cannot_be_compared(info, hf, tmp_path):
+    with pytest.raises(UserError, match="nothere is not an exported model"):
+        compare(info, tmp_path / "nothere", "text")
+    with pytest.raises(UserError, match="empty"):
+        compare(info, hf, "")
+    other = dataclasses.replace(info, model=info.model | {"hidden_size": 64})
+    with pytest.raises(UserError, match="is of another model"):
+        compare(other, hf, "text")
 
 
 def swap_rows(weights, name, first, second):

@@ -5,15 +5,17 @@
 Random weights, with sizes of which no two agree; nothing is fetched.
 """
 
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from kaiyuan.checkpoint.describe import CheckpointInfo, describe_checkpoint
 from kaiyuan.checkpoint.import_hf import import_hf
-from kaiyuan.checkpoint.parity import megatron_logits
 from kaiyuan.generate_megatron import continue_tokens
 from kaiyuan.sampling import Sampling
 
@@ -67,19 +69,35 @@ def transformers_tokens(folder: Path, prompt: list[int]) -> list[int]:
     return out[0, len(prompt) :].tolist()
 
 
-def next_logits(info: CheckpointInfo, prompt: list[int], new: list[int]) -> torch.Tensor:
-    """The logits, in fp32 and without a cache, from which each new token is chosen."""
-    return torch.from_numpy(megatron_logits(info, [prompt + new])[0, len(prompt) - 1 : -1])
+def continued(info: CheckpointInfo) -> list[tuple[list[int], list[int], torch.Tensor]]:
+    """Each prompt, what Megatron's engine gives for it, and the logits that each is chosen from.
+
+    The logits are in fp32 and without a cache. All is asked of one process, which takes long to
+    start.
+    """
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=context) as pool:
+        asked = pool.submit(_continued, info).result()
+    return [(prompt, new, torch.from_numpy(logits)) for prompt, new, logits in asked]
+
+
+def _continued(info: CheckpointInfo) -> list[tuple[list[int], list[int], np.ndarray]]:
+    from kaiyuan.megatron.engine import Engine
+    from kaiyuan.megatron.logits import logits
+
+    answers = Engine(info, None).continue_tokens(prompts(), Sampling(NEW_TOKENS), 2)
+    return [
+        (prompt, new, logits(info, [prompt + new])[0, len(prompt) - 1 : -1])
+        for prompt, new in zip(prompts(), answers, strict=True)
+    ]
 
 
 def test_in_fp32_all_three_give_the_same_tokens(tmp_path):
     info = make_model(tmp_path, torch.float32)
-    answers = continue_tokens(info, prompts(), Sampling(NEW_TOKENS), batch_size=2)
-    for prompt, new in zip(prompts(), answers, strict=True):
+    for prompt, new, logits in continued(info):
         assert len(new) == NEW_TOKENS
         assert len(set(new)) > NEW_TOKENS // 4  # no loop in which all would agree
         assert new == transformers_tokens(tmp_path, prompt)
-        logits = next_logits(info, prompt, new)
         assert logits.argmax(-1).tolist() == new
         first, second = logits.topk(2).values.unbind(-1)
         assert (first - second).min() > 1e-4  # far above fp32's rounding, so no tie
@@ -88,10 +106,8 @@ def test_in_fp32_all_three_give_the_same_tokens(tmp_path):
 def test_in_bf16_each_token_is_as_likely_as_the_likeliest_within_rounding(tmp_path):
     """Where two logits are within bf16's rounding of each other, either token is right."""
     info = make_model(tmp_path, torch.bfloat16)
-    answers = continue_tokens(info, prompts(), Sampling(NEW_TOKENS), batch_size=2)
-    for prompt, new in zip(prompts(), answers, strict=True):
+    for _, new, logits in continued(info):
         assert len(new) == NEW_TOKENS
-        logits = next_logits(info, prompt, new)
         chosen = logits.gather(1, torch.tensor(new)[:, None])[:, 0]
         behind = (logits.max(-1).values - chosen) / logits.std(-1)
         print(f"behind by at most {behind.max():.3f} deviations, {(behind > 0).sum()} tokens")
@@ -107,5 +123,7 @@ def test_sampling_repeats_with_the_seed(tmp_path):
         sampling = Sampling(NEW_TOKENS, temperature=1.5, top_p=0.95, seed=seed)
         return continue_tokens(info, prompts(), sampling)
 
-    assert sample(1) == sample(1)
-    assert sample(1) != sample(2)
+    # In processes of their own, as a person asks.
+    first = sample(1)
+    assert sample(1) == first
+    assert sample(2) != first
