@@ -23,6 +23,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import ranks
+
 ROOT = Path(__file__).resolve().parent.parent
 UNBROKEN, OURS, EXCHANGED = "unbroken", "ours", "exchanged"
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -78,7 +80,7 @@ def train(
         paths.insert(0, args.te_path)
     if te or back:
         command.append("--allow-change")
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(num_gpus()))))
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(ranks.num_gpus()))))
     devices = visible.split(",")
     environment = os.environ | {
         "PYTHONPATH": ":".join(filter(None, paths)),
@@ -91,12 +93,6 @@ def train(
         tail = logs[-1].read_text(errors="replace").splitlines()[-40:] if logs else []
         sys.exit("\n".join([*tail, f"{name}, part {parts}: {done.stderr.strip()}"]))
     print(f"{name} to step {steps}: {time.monotonic() - began:.0f} s", flush=True)
-
-
-def num_gpus() -> int:
-    """Return the number of GPUs, found in a process of its own."""
-    code = "import torch; print(torch.cuda.device_count())"
-    return int(subprocess.check_output([sys.executable, "-c", code]))
 
 
 def begin_from_first(args: argparse.Namespace, name: str) -> None:

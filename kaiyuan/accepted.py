@@ -6,23 +6,21 @@ anew. Some would be ignored and some would make another training than the plan s
 names those that are followed, and all others are refused.
 """
 
-# What makes up the model, so that an export, an evaluation and an estimate have to know it.
-# Megatron's names, and two of ours.
-MODEL = frozenset(
-    (
-        *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels"),
-        *("group_query_attention", "num_query_groups", "qk_layernorm", "sandwich_norm"),
-        *("untie_embeddings_and_output_weights", "vocab_size", "make_vocab_size_divisible_by"),
-        *("seq_length", "max_position_embeddings", "position_embedding_type", "rotary_base"),
-        *("normalization", "norm_epsilon", "swiglu", "disable_bias_linear", "output_logit_cap"),
-        *("attention_dropout", "hidden_dropout", "init_method_std", "tokenizer_type"),
-    )
-)
-# Those of them that the tensors of a checkpoint depend on.
+# What the tensors of a checkpoint depend on. Megatron's names, and one of ours.
 SHAPE = (
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels"),
     *("group_query_attention", "num_query_groups", "qk_layernorm", "sandwich_norm"),
     *("untie_embeddings_and_output_weights", "vocab_size"),
+)
+# All that makes up the model, so that an export, an evaluation and an estimate have to know it.
+MODEL = frozenset(
+    (
+        *SHAPE,
+        *("make_vocab_size_divisible_by", "seq_length", "max_position_embeddings"),
+        *("position_embedding_type", "rotary_base", "normalization", "norm_epsilon", "swiglu"),
+        *("disable_bias_linear", "output_logit_cap", "attention_dropout", "hidden_dropout"),
+        *("init_method_std", "tokenizer_type"),
+    )
 )
 # The only values that the layers, the estimates and the checkpoints are made for.
 FIXED = {

@@ -17,6 +17,10 @@ def install() -> None:
     # initialize_megatron runs make in the installed package, to build an index builder that comes
     # built in the wheel and that our dataset has no use for; where make fails, it ends the process.
     dataset_utils.compile_helpers = lambda: None
+    # The threads that write a checkpoint report through a queue of another process even where
+    # nothing is saved asynchronously. It is started at the first save and imports torch: 2 s on a
+    # laptop, 10 s where disks are slow; and a save fails if it has been ended.
+    filesystem_async._results_queue = queue.Queue()
     if not distrib_optimizer.HAVE_APEX_OR_TE:
         DistributedOptimizer.sharded_state_dict = _with_state(
             DistributedOptimizer.sharded_state_dict
@@ -32,16 +36,6 @@ def install() -> None:
     OptimizerParamScheduler.load_state_dict = _with_own_rates(
         OptimizerParamScheduler.load_state_dict
     )
-
-
-def write_checkpoints_here() -> None:
-    """Let the threads that write a checkpoint report through a queue of this process.
-
-    Megatron takes a queue of another process even where it does not save asynchronously. That
-    process is started at the first save and imports torch: 2 s on a laptop, 10 s where disks are
-    slow; and a save fails if it has been ended.
-    """
-    filesystem_async._results_queue = queue.Queue()
 
 
 def _with_state(sharded_state_dict: Any) -> Any:
@@ -87,7 +81,7 @@ def _with_own_options(load_state_dict: Any) -> Any:
     def wrapped(self: Any, state: dict[str, Any]) -> None:
         own = {k: v for k, v in self.optimizer.param_groups[0].items() if k != "params"}
         state["optimizer"]["param_groups"] = [
-            {k: own[k] for k in own.keys() - group}
+            own
             | {k: v for k, v in group.items() if k in own}
             | ({"step": int(group["step"])} if "step" in group else {})
             for group in state["optimizer"]["param_groups"]

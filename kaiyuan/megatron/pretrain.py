@@ -125,8 +125,6 @@ def run(argv: Sequence[str]) -> None:
     mends.install()
     overlap.install()
     args = arguments.parse(argv)
-    if not args.async_save:
-        mends.write_checkpoints_here()
     model_config = gpt_config_from_args(args)
     if args.transformer_impl == "local":
         model_config.transformer_layer_spec = partial(
