@@ -78,7 +78,7 @@ def preflight(
         checks += [
             partial(_check_tokenizer, plan, tokenizer),
             partial(_check_start, plan, run),
-            partial(_check_disk, plan, run),
+            partial(_check_disk, plan, run, only),
             partial(_check_arguments, plan, run, nodes),
         ]
         checks += [partial(_check_hashes, phase) for phase in plan.phases if hashes]
@@ -214,21 +214,34 @@ def _check_output(run: Path) -> None:
         raise UserError(f"cannot write to {run}: {error.strerror}") from None
 
 
-def _check_disk(plan: Plan, run: Path) -> None:
-    """Compare the free space with the checkpoints that are still to come."""
+def _check_disk(plan: Plan, run: Path, only: str | None) -> None:
+    """Compare the free space with the checkpoints that this command is still to write."""
     place = _existing(run)
     done = 0
     with contextlib.suppress(UserError):  # a tracker that was cut short is mended later
         done = latest_step(run)
-    to_come = len([step for step in kept_checkpoints(plan) if step > done]) + 1
+    last = _last_step(plan, only, done)
+    to_come = len([step for step in kept_checkpoints(plan) if done < step <= last]) + 1
     needed = to_come * checkpoint_bytes(plan.phases[0].arguments)
     free = shutil.disk_usage(place).free
-    if done < plan.steps and free < needed:
+    if done < last and free < needed:
         raise UserError(
             f"{to_come} more checkpoints need {human_bytes(needed)}, {place} has "
             f"{human_bytes(free)} left: raise save_interval or save_retain_interval, or take "
             "another --output"
         )
+
+
+def _last_step(plan: Plan, only: str | None, done: int) -> int:
+    """Return the step at which this command ends: of its phases, or Megatron's exit_interval."""
+    for phase in chosen_phases(plan, only):
+        if phase.last_step > done:
+            interval = phase.arguments.get("exit_interval")
+            following = (done // interval + 1) * interval if interval else phase.last_step + 1
+            if following <= phase.last_step:
+                return following
+            done = phase.last_step
+    return done
 
 
 def _existing(path: Path) -> Path:

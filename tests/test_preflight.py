@@ -10,6 +10,7 @@ from kaiyuan.data.inputs import texts_of
 from kaiyuan.data.phase import ConvertedPhase
 from kaiyuan.data.tokenizer import train_tokenizer
 from kaiyuan.errors import UserError
+from kaiyuan.estimate import num_parameters
 from kaiyuan.files import read_manifest, write_manifest
 from kaiyuan.plan import make_plan
 from kaiyuan.preflight import _check_start, preflight
@@ -29,6 +30,22 @@ def findings(data, run, *overrides, nodes=None, **more):
     with pytest.raises(UserError) as caught:
         preflight(load_params("toy", overrides), data, run, nodes or Nodes(), **more)
     return str(caught.value)
+
+
+def test_space_is_asked_for_what_the_command_writes(demo, tmp_path):
+    """A checkpoint of a quarter of what is free: two fit, those of all five phases do not."""
+    run, data = tmp_path / "run", demo.folder / "data"
+    room = shutil.disk_usage(tmp_path).free / 4 / 16  # bytes a parameter, in fp32
+    each = [num_parameters(load_params("toy", [f"num_layers={n}"]).model) for n in (2, 3)]
+    layers = f"num_layers={int(room / (each[1] - each[0]))}"
+    options = (layers, "save_interval=1000", "save_retain_interval=1")
+    assert "6 more checkpoints need" in findings(data, run, *options)
+    preflight(load_params("toy", options), data, run, Nodes(), only="phase1")
+    often = (layers, "save_interval=1", "save_retain_interval=1")
+    said = findings(data, run, *often, only="phase1")
+    steps = make_plan(load_params("toy", often), data).phases[0].last_step
+    assert f"{steps + 1} more checkpoints need" in said
+    preflight(load_params("toy", [*often, "exit_interval=1"]), data, run, Nodes(), only="phase1")
 
 
 def seal_again(folder, **changes):
