@@ -221,6 +221,8 @@ def megatron_arguments(args: argparse.Namespace, extra: list[str]) -> list[str]:
         model["no_rope_fusion"] = False
     if not path.startswith("ours"):
         model["no_gradient_accumulation_fusion"] = True  # asks for Apex
+    if path == "stock":
+        model["no_masked_softmax_fusion"] = True  # so does this
     if path == "te+ce":
         model |= {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "native"}
     if path == "plain":

@@ -23,10 +23,13 @@ def attention() -> SDPA:
 
 def packed_documents() -> None:
     """No token sees another document, and the gradients neither."""
+    from megatron.core.packed_seq_params import PackedSeqParams
+
     core, lengths = attention(), [3, 1, 7]
     bounds = torch.tensor([0, *lengths]).cumsum(0)
     packed = [torch.randn(11, heads, 8, requires_grad=True) for heads in (4, 2, 2)]
-    out = core(*packed, None, packed_seq_params=SimpleNamespace(cu_seqlens_q=bounds))
+    documents = PackedSeqParams("thd", bounds, bounds, max_seqlen_q=11, max_seqlen_kv=11)
+    out = core(*packed, None, packed_seq_params=documents)
     alone = [
         core(*(x[first : first + n].unsqueeze(1) for x in packed), None).squeeze(1)
         for first, n in zip(bounds.tolist(), lengths, strict=False)

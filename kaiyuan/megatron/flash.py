@@ -26,21 +26,41 @@ def is_available(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device)[0] == 9
 
 
+def _batch_first(x: Tensor, bounds: Tensor | None) -> Tensor:
+    return x.transpose(0, 1) if bounds is None else x
+
+
+def _packed(bounds: Tensor | None, longest: int) -> dict[str, Any]:
+    if bounds is None:
+        return {}
+    lengths = {"max_seqlen_q": longest, "max_seqlen_k": longest}
+    return {"cu_seqlens_q": bounds, "cu_seqlens_k": bounds, **lengths}
+
+
 class _FlashAttention(Function):
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float | None,
+        bounds: Tensor | None,
+        longest: int,
+    ) -> Tensor:
         from flash_attn.cute.interface import _flash_attn_fwd
 
         out = torch.empty_like(query)
         lse = _flash_attn_fwd(
-            *(x.transpose(0, 1) for x in (query, key, value)),
+            *(_batch_first(x, bounds) for x in (query, key, value)),
             softmax_scale=scale,
             causal=True,
-            out=out.transpose(0, 1),
+            out=_batch_first(out, bounds),
             return_lse=True,
+            **_packed(bounds, longest),
         )[1]
-        ctx.save_for_backward(query, key, value, out, lse)
-        ctx.scale = scale
+        ctx.save_for_backward(query, key, value, out, lse, bounds)
+        ctx.scale, ctx.longest = scale, longest
         return out
 
     @staticmethod
@@ -48,11 +68,11 @@ class _FlashAttention(Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         from flash_attn.cute.interface import _flash_attn_bwd
 
-        query, key, value, out, lse = ctx.saved_tensors
+        query, key, value, out, lse, bounds = ctx.saved_tensors
         grads = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (query, key, value)]
-        dq, dk, dv = (x.transpose(0, 1) for x in grads)
+        dq, dk, dv = (_batch_first(x, bounds) for x in grads)
         _flash_attn_bwd(
-            *(x.transpose(0, 1) for x in (query, key, value, out, grad)),
+            *(_batch_first(x, bounds) for x in (query, key, value, out, grad)),
             lse,
             softmax_scale=ctx.scale,
             causal=True,
@@ -60,20 +80,32 @@ class _FlashAttention(Function):
             dq=dq,
             dk=dk,
             dv=dv,
+            **_packed(bounds, ctx.longest),
         )
-        return *grads, None
+        return *grads, None, None, None
 
 
-def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+def causal_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float | None,
+    bounds: Tensor | None = None,
+    longest: int = 0,
+) -> Tensor:
     """Attend; query i sees the keys up to i.
 
     Args:
-        query: [sequence, batch, heads, head size], bf16 or fp16.
-        key: [sequence, batch, groups, head size].
+        query: [sequence, batch, heads, head size], bf16 or fp16; documents that are packed:
+            [tokens, heads, head size].
+        key: [sequence, batch, groups, head size]; packed: [tokens, groups, head size].
         value: like ``key``; may be a view.
         scale: of the scores; None for 1 / sqrt(head size).
+        bounds: [documents + 1], int32, where documents are packed: their first tokens, and the
+            number of all tokens. A query sees the keys of its own document alone.
+        longest: no document has more tokens.
 
     Returns:
-        [sequence, batch, heads, head size].
+        Like ``query``.
     """
-    return _FlashAttention.apply(query, key, value, scale)
+    return _FlashAttention.apply(query, key, value, scale, bounds, longest)

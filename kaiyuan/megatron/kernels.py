@@ -435,15 +435,23 @@ class _QueriesKeysValues(Function):
         return mixed_grad, *weight_grads, None, None, None, None
 
 
-# Megatron hands every layer the same tensor of angles.
+# Megatron hands every layer the same tensor of angles, and of bounds where documents are packed.
 _tables = WeakTensorKeyDictionary()
 
 
-def _cos_sin(angles: Tensor) -> tuple[Tensor, Tensor]:
-    if angles not in _tables:
+def _cos_sin(angles: Tensor, bounds: Tensor | None, tokens: int) -> tuple[Tensor, Tensor]:
+    key = angles if bounds is None else bounds
+    if key not in _tables:
         first = angles[..., : angles.shape[-1] // 2].flatten(0, -2).float()
-        _tables[angles] = (first.cos(), first.sin())
-    return _tables[angles]
+        if bounds is not None:
+            first = first[_positions(bounds, tokens)]
+        _tables[key] = (first.cos(), first.sin())
+    return _tables[key]
+
+
+def _positions(bounds: Tensor, tokens: int) -> Tensor:
+    places = torch.arange(tokens, dtype=bounds.dtype, device=bounds.device)
+    return places - bounds[torch.searchsorted(bounds, places, right=True) - 1]
 
 
 def queries_keys_values(
@@ -453,6 +461,7 @@ def queries_keys_values(
     angles: Tensor,
     groups: int,
     eps: float,
+    bounds: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Split the projection of a layer and prepare queries and keys for attention.
 
@@ -460,15 +469,17 @@ def queries_keys_values(
         mixed: [sequence, batch, groups * (query heads a group + 2) * head size].
         query_weight: of the RMSNorm over each query head, [head size]; None for no norm.
         key_weight: of the RMSNorm over each key head; None where ``query_weight`` is.
-        angles: [sequence, 1, 1, head size], radians; the second half repeats the first.
+        angles: [positions, 1, 1, head size], radians; the second half repeats the first.
         groups: key (and value) heads.
         eps: of the norm.
+        bounds: [documents + 1], where documents are packed: their first tokens, and the number of
+            all tokens. Positions then count from the beginning of each; the batch is 1.
 
     Returns:
         Query [sequence, batch, heads, head size], key and value [sequence, batch, groups, head
         size]; the value is a view of ``mixed``.
     """
-    cos, sin = _cos_sin(angles)
+    cos, sin = _cos_sin(angles, bounds, mixed.shape[0])
     return _QueriesKeysValues.apply(
         mixed.contiguous(), query_weight, key_weight, cos, sin, groups, eps
     )

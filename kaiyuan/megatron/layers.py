@@ -10,7 +10,9 @@ On CUDA what lies between the matrix products runs in the kernels of kaiyuan/meg
 elsewhere the same values come from plain operations. Both have the same parameters.
 """
 
-from functools import partial
+import inspect
+from collections.abc import Callable
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -173,9 +175,26 @@ class SDPA(MegatronModule):
             return self._attend_split(query, key, value)
         if packed_seq_params is None:
             return self._attend(query, key, value)
-        lengths = packed_seq_params.cu_seqlens_q.diff().tolist()
-        documents = zip(*(x.unsqueeze(1).split(lengths) for x in (query, key, value)), strict=True)
-        return torch.cat([self._attend(*document) for document in documents]).squeeze(1)
+        return self._attend_documents(query, key, value, packed_seq_params)
+
+    def _attend_documents(
+        self, query: Tensor, key: Tensor, value: Tensor, documents: PackedSeqParams
+    ) -> Tensor:
+        bounds, longest = documents.cu_seqlens_q, documents.max_seqlen_q
+        if self._flash_takes(query, key.shape[0]):
+            scale = self.softmax_scale
+            return flash.causal_attention(query, key, value, scale, bounds, longest).flatten(1)
+        packed = _pytorch_packed()
+        if packed and query.is_cuda and query.dtype != torch.float32 and not self._drops():
+            scale = self.softmax_scale
+            out = packed(query, key, value, bounds, bounds, longest, longest, scale=scale)
+            return out.flatten(1)
+        lengths = bounds.diff().tolist()
+        pieces = zip(*(x.unsqueeze(1).split(lengths) for x in (query, key, value)), strict=True)
+        return torch.cat([self._attend(*piece) for piece in pieces]).squeeze(1)
+
+    def _drops(self) -> bool:
+        return bool(self.dropout and self.training)
 
     def _attend_split(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         pairs = whole_sequence(torch.stack([key, value], dim=1), self.ranks)
@@ -215,9 +234,24 @@ class SDPA(MegatronModule):
             and query.dtype in (torch.bfloat16, torch.float16)
             and (query.shape[0] == num_keys or self.ranks is not None)
             and query.shape[-1] in (64, 96, 128)
-            and not (self.dropout and self.training)
+            and not self._drops()
             and flash.is_available(query.device)
         )
+
+
+@cache
+def _pytorch_packed() -> Callable[..., Tensor] | None:
+    """Return PyTorch's causal attention within packed documents; before 2.11 it has none."""
+    try:
+        from torch.nn.attention import varlen
+    except ImportError:
+        return None
+    attention: Any = varlen.varlen_attn
+    known = inspect.signature(attention).parameters
+    options = {"window_size": (-1, 0), "enable_gqa": True}
+    if "window_size" not in known:
+        return None
+    return partial(attention, **{k: v for k, v in options.items() if k in known})
 
 
 def whole_sequence(x: Tensor, ranks: torch.distributed.ProcessGroup) -> Tensor:
@@ -239,8 +273,8 @@ def whole_sequence(x: Tensor, ranks: torch.distributed.ProcessGroup) -> Tensor:
 class SelfAttention(megatron_attention.SelfAttention):
     """Megatron's self-attention, with one kernel between its projection and its core on CUDA.
 
-    The kernel splits the projection, normalises and rotates queries and keys. Inference and packed
-    documents take Megatron's own way.
+    The kernel splits the projection, normalises and rotates queries and keys. Inference takes
+    Megatron's own way.
     """
 
     def forward(self, hidden_states: Tensor, attention_mask: Tensor | None, **more: Any) -> Any:
@@ -250,6 +284,7 @@ class SelfAttention(megatron_attention.SelfAttention):
             return super().forward(hidden_states, attention_mask, **more)
         from kaiyuan.megatron import kernels
 
+        documents = more.get("packed_seq_params")
         mixed, _ = self.linear_qkv(hidden_states)
         query, key, value = kernels.queries_keys_values(
             mixed,
@@ -258,12 +293,17 @@ class SelfAttention(megatron_attention.SelfAttention):
             angles,
             self.num_query_groups_per_partition,
             self.config.layernorm_epsilon,
+            documents.cu_seqlens_q if documents else None,
         )
-        return self.linear_proj(self.core_attention(query, key, value))
+        if documents is None:
+            return self.linear_proj(self.core_attention(query, key, value))
+        packed = (x.squeeze(1) for x in (query, key, value))
+        out = self.core_attention(*packed, packed_seq_params=documents)
+        return self.linear_proj(out.unsqueeze(1))
 
     def _is_plain(self, angles: Tensor, more: dict[str, Any]) -> bool:
         config = self.config
-        others = ("inference_context", "inference_params", "packed_seq_params", "attention_bias")
+        others = ("inference_context", "inference_params", "attention_bias")
         return (
             all(more.get(name) is None for name in others)
             and angles.shape[-1] == self.hidden_size_per_attention_head

@@ -27,8 +27,18 @@ _FEWEST, _MOST = 3, 50
 RANDOM = "random"  # as --data-path
 
 
-def random_samples(length: int, vocab_size: int) -> Any:
-    """Return a dataset of uniformly random tokens."""
+# Tokens of a random document, on average: the published data have 2.2e12 tokens in 2.09e9 rows.
+_DOCUMENT = 1000
+
+
+def random_samples(length: int, vocab_size: int, apart: bool = False) -> Any:
+    """Return a dataset of uniformly random tokens.
+
+    Args:
+        length: of a sample, in tokens.
+        vocab_size: the tokens are below it.
+        apart: documents are kept apart: positions begin anew at random places.
+    """
 
     class Samples(torch.utils.data.Dataset[dict[str, Tensor]]):
         def __len__(self) -> int:
@@ -37,11 +47,15 @@ def random_samples(length: int, vocab_size: int) -> Any:
         def __getitem__(self, index: int) -> dict[str, Tensor]:
             generator = torch.Generator().manual_seed(index)
             stream = torch.randint(0, vocab_size, (length + 1,), generator=generator)
+            positions = torch.arange(length)
+            if apart:
+                begins = torch.rand(length, generator=generator) < 1 / _DOCUMENT
+                positions = positions - (positions * begins).cummax(0).values
             return {
                 "tokens": stream[:-1].contiguous(),
                 "labels": stream[1:].contiguous(),
                 "loss_mask": torch.ones(length),
-                "position_ids": torch.arange(length),
+                "position_ids": positions,
             }
 
     return Samples()
@@ -52,7 +66,8 @@ def provide_random(
 ) -> tuple[Any, None, None]:
     """Provide random samples in place of a phase."""
     args = get_args()
-    return random_samples(args.seq_length, args.padded_vocab_size), None, None
+    samples = random_samples(args.seq_length, args.padded_vocab_size, args.reset_attention_mask)
+    return samples, None, None
 
 
 provide_random.is_distributed = True  # type: ignore[attr-defined]

@@ -57,11 +57,13 @@ def loss_function(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, di
 
 def forward_step(batches: Iterator[dict[str, Tensor]], model: torch.nn.Module) -> tuple[Any, Any]:
     """Run the model on the next micro-batch; return its output and the loss function."""
-    batch = {name: x.cuda(non_blocking=True) for name, x in next(batches).items()}
+    batch = next(batches)
     documents = None
     if get_args().reset_attention_mask:
+        # Here the positions are in the memory of the host still: nothing waits for the device.
         documents = packed_documents(batch["position_ids"])
         batch = {name: x.reshape(1, -1) for name, x in batch.items()}
+    batch = {name: x.cuda(non_blocking=True) for name, x in batch.items()}
     if get_args().context_parallel_size > 1:
         ranks = parallel_state.get_context_parallel_group()
         batch = get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=ranks)
@@ -77,14 +79,17 @@ def forward_step(batches: Iterator[dict[str, Tensor]], model: torch.nn.Module) -
 
 
 def packed_documents(position_ids: Tensor) -> PackedSeqParams:
-    """Return the boundaries of documents, across which no token attends.
+    """Return the boundaries of documents, across which no token attends, on the device.
+
+    The longest document is given as a whole sample, so that nothing that depends on its length is
+    compiled or computed anew for every micro-batch.
 
     Args:
         position_ids: [batch, sequence], 0 at the first token of each document and each sample.
     """
     begins = torch.nonzero(position_ids.reshape(-1) == 0).view(-1).to(torch.int32)
-    bounds = torch.cat([begins, begins.new_tensor([position_ids.numel()])])
-    longest = int(bounds.diff().max())
+    bounds = torch.cat([begins, begins.new_tensor([position_ids.numel()])]).cuda(non_blocking=True)
+    longest = position_ids.shape[-1]
     return PackedSeqParams("thd", bounds, bounds, max_seqlen_q=longest, max_seqlen_kv=longest)
 
 

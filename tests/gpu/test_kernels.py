@@ -7,13 +7,13 @@ that the type itself makes.
 """
 
 from collections.abc import Callable
-from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 pytestmark = [
@@ -97,21 +97,27 @@ def test_swiglu(size: int) -> None:
     compare(f"SwiGLU {size}", kernels.swiglu, plain, [normal(513, 3, 2 * size)])
 
 
+@pytest.mark.parametrize("apart", [False, True], ids=["", "documents"])
 @pytest.mark.parametrize(
     ("groups", "per_group", "head", "norm"),
     [(8, 2, 128, True), (4, 2, 96, True), (2, 3, 16, True), (3, 1, 64, False)],
 )
-def test_queries_keys_values(groups: int, per_group: int, head: int, norm: bool) -> None:
+def test_queries_keys_values(
+    groups: int, per_group: int, head: int, norm: bool, apart: bool
+) -> None:
     from kaiyuan.megatron import kernels
 
-    sequence, batch = 515, 3
+    sequence, batch = 515, 1 if apart else 3
     frequencies = 10000.0 ** (-torch.arange(0, head, 2, device="cuda") / head)
     angles = torch.outer(torch.arange(sequence, device="cuda"), frequencies)
     angles = torch.cat([angles, angles], -1)[:, None, None]
+    lengths = [5, 64, 1, 130, 315] if apart else [515]
+    bounds = bounds_of(lengths) if apart else None
+    turned = torch.cat([angles[:n] for n in lengths])
 
     def rotated(x: Tensor) -> Tensor:
         # as Megatron: cosines and sines in the type of x
-        cos, sin = (a.to(x.dtype) for a in (angles.double().cos(), angles.double().sin()))
+        cos, sin = (a.to(x.dtype) for a in (turned.double().cos(), turned.double().sin()))
         first, second = x.chunk(2, -1)
         return x * cos + torch.cat([-second, first], -1) * sin
 
@@ -126,7 +132,7 @@ def test_queries_keys_values(groups: int, per_group: int, head: int, norm: bool)
 
     def ours(mixed: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
         both = weights or (None, None)
-        return kernels.queries_keys_values(mixed, *both, angles, groups, EPS)
+        return kernels.queries_keys_values(mixed, *both, angles, groups, EPS, bounds)
 
     inputs = [normal(sequence, batch, groups * (per_group + 2) * head)]
     inputs += [normal(head), normal(head)] * norm
@@ -203,43 +209,70 @@ def test_weight_gradients_are_added_in_fp32() -> None:
     assert ratio < 0.1
 
 
-def test_packed_documents_see_themselves_only() -> None:
+@pytest.mark.parametrize("by", ["FlashAttention-4", "PyTorch", "one by one"])
+@pytest.mark.parametrize(("heads", "groups", "head"), [(16, 8, 128), (8, 4, 96), (4, 2, 64)])
+def test_packed_documents_see_themselves_only(
+    heads: int, groups: int, head: int, by: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kaiyuan.megatron import flash, layers
+
+    core = attention()
+    lengths = [5, 64, 1, 130, 700, 124]
+    bounds = bounds_of(lengths)
+    if by == "FlashAttention-4" and not flash.is_available(bounds.device):
+        pytest.skip("FlashAttention-4 is not installed")
+    if by == "PyTorch" and not layers._pytorch_packed():
+        pytest.skip("this PyTorch has no attention within packed documents")
+    if by != "FlashAttention-4":
+        monkeypatch.setattr(flash, "is_available", lambda _: False)
+    if by == "one by one":
+        monkeypatch.setattr(layers, "_pytorch_packed", lambda: None)
+    documents = PackedSeqParams("thd", bounds, bounds, max_seqlen_q=1024, max_seqlen_kv=1024)
+
+    def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        parts = zip(*(x.split(lengths) for x in (q, k, v)), strict=True)
+        return torch.cat([written_out(*(x[:, None] for x in part)) for part in parts])[:, 0]
+
+    def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return core(q, k, v, None, packed_seq_params=documents)
+
+    inputs = [normal(1024, count, head) for count in (heads, groups, groups)]
+    name = f"packed documents by {by}, {heads} heads of {head}, {groups} groups"
+    compare(name, ours, plain, inputs)
+
+
+def bounds_of(lengths: list[int]) -> Tensor:
+    return torch.tensor([0, *lengths], dtype=torch.int32, device="cuda").cumsum(0).to(torch.int32)
+
+
+def attention() -> Any:
     from kaiyuan.megatron.layers import SDPA
 
     core = SDPA.__new__(SDPA)
     torch.nn.Module.__init__(core)
     core.dropout, core.softmax_scale = 0.0, None
-    lengths = [5, 64, 1, 130]
-    ends = torch.tensor([0, *lengths], device="cuda").cumsum(0)
-    q, k, v = (normal(200, heads, 64) for heads in (4, 2, 2))
-    packed = core(q, k, v, None, packed_seq_params=SimpleNamespace(cu_seqlens_q=ends))
-    assert packed.shape == (200, 256)
-    for first, last in pairwise(ends.tolist()):
-        alone = core(*(x[first:last].unsqueeze(1) for x in (q, k, v)), None)
-        torch.testing.assert_close(packed[first:last], alone.squeeze(1))
+    return core
+
+
+def written_out(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The last queries of a sequence attend to its keys, with all scores in memory."""
+    q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
+    mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device="cuda")
+    mask = mask.triu(1 + k.shape[2] - q.shape[2])
+    out = scores.masked_fill(mask, -torch.inf).softmax(-1) @ v
+    return out.permute(2, 0, 1, 3).flatten(2)
 
 
 @pytest.mark.parametrize("queries", [1024, 512, 256])  # the last of 1024, as with a split sequence
 @pytest.mark.parametrize(("heads", "groups", "head"), [(16, 8, 128), (8, 4, 96)])
 def test_attention(heads: int, groups: int, head: int, queries: int) -> None:
     from kaiyuan.megatron import flash
-    from kaiyuan.megatron.layers import SDPA
 
-    core = SDPA.__new__(SDPA)
-    torch.nn.Module.__init__(core)
-    core.dropout, core.softmax_scale = 0.0, None
-
-    def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
-        k, v = (x.repeat_interleave(heads // groups, 1) for x in (k, v))
-        scores = q @ k.transpose(-1, -2) * head**-0.5
-        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device="cuda")
-        mask = mask.triu(1 + 1024 - queries)
-        out = scores.masked_fill(mask, -torch.inf).softmax(-1) @ v
-        return out.permute(2, 0, 1, 3).flatten(2)
-
+    core = attention()
     core.ranks = object()  # a sequence that is split goes to FlashAttention, too
     inputs = [normal(queries, 2, heads, head), *(normal(1024, 2, groups, head) for _ in range(2))]
     by = "FlashAttention-4" if flash.is_available(inputs[0].device) else "PyTorch"
     name = f"attention by {by}, {heads} heads of {head}, {groups} groups, {queries}"
-    compare(name, core._attend, plain, inputs)
+    compare(name, core._attend, written_out, inputs)
