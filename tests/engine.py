@@ -23,7 +23,8 @@ def start(
     spied.mkdir(parents=True, exist_ok=True)
     environment = {**os.environ, "KAIYUAN_SPY": str(spied), "KAIYUAN_SPOIL": spoil}
     environment |= {"COLUMNS": "500", "NO_COLOR": "1", **changes}
-    environment["PYTHONPATH"] = ":".join(map(str, [ROOT, *path]))
+    inherited = filter(None, [os.environ.get("PYTHONPATH")])
+    environment["PYTHONPATH"] = ":".join(map(str, [ROOT, *path, *inherited]))
     command = [sys.executable, "-m", "tests.spied_kaiyuan", "train", params, "--data", data]
     command += ["--output", run, *more]
     return subprocess.Popen(
