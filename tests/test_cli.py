@@ -216,3 +216,17 @@ def test_time_of_the_errors():
     one_line_error("train", "toy", "--data", "x", "--output", "y", "num_leyers=3")
     assert time.perf_counter() - begin < 5
     assert not Path("y").exists()
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("export x --output y --dtype half", "'half' is not one of 'bfloat16', 'float16'"),
+        ("train toy --output y", "missing option '--data'; see kaiyuan train --help"),
+        ("plan toy --nproc 2", "no such option: --nproc"),
+        ("train toy --data x --output y --nproc two", "'--nproc'"),
+        ("trian toy", "no such command 'trian'"),
+    ],
+)
+def test_what_the_command_line_does_not_take_is_one_line(command, said):
+    assert said in one_line_error(*command.split())

@@ -4,7 +4,7 @@ Verbs import what they need when they run, so that ``kaiyuan --help`` stays inst
 """
 
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -15,7 +15,6 @@ from kaiyuan.errors import UserError
 app = typer.Typer(
     name="kaiyuan",
     help="Reproduce the pre-training of Kaiyuan-2B on Megatron, from parquet to a talking model.",
-    no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
@@ -41,8 +40,10 @@ def _options(
 
 def main() -> None:
     """Run the command line; what a user can mend becomes one line and exit code 2."""
+    if not sys.argv[1:]:
+        sys.argv.append("--help")
     try:
-        app()
+        sys.exit(app(standalone_mode=False))
     except (UserError, OSError) as error:
         if "--debug" in sys.argv[1:]:
             raise
@@ -50,5 +51,18 @@ def main() -> None:
         if isinstance(error, OSError) and error.filename:
             # A file that cannot be read or written, where no better sentence was found for it.
             text = f"{error.filename}: {error.strerror}"
-        typer.secho(f"kaiyuan: {text}", fg=typer.colors.RED, err=True)
-        sys.exit(2)
+    except Exception as error:
+        # Click's, which Typer has within itself or beside it, by its version.
+        if not hasattr(error, "format_message"):
+            raise
+        text = _mistake(error)
+    typer.secho(f"kaiyuan: {text}", fg=typer.colors.RED, err=True)
+    sys.exit(2)
+
+
+def _mistake(error: Any) -> str:
+    """Return the one line for a verb, an option or a value that the command line does not take."""
+    text = " ".join(error.format_message().replace("Value error, ", "").split()).rstrip(".")
+    context = getattr(error, "ctx", None)
+    verb = f" {context.info_name}" if context and context.parent else ""
+    return f"{text[:1].lower()}{text[1:]}; see kaiyuan{verb} --help"
