@@ -6,6 +6,7 @@ python -m tests.layer_checks packed_documents
 import os
 import sys
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 
@@ -87,6 +88,71 @@ def loss_kernels() -> None:
         (their_grad,) = torch.autograd.grad(theirs.sum(), exact)
         error = (grad.double() - their_grad).norm() / their_grad.norm()
         assert error < (1e-6 if dtype == torch.float32 else 1e-3), error
+
+
+def layer_kernels() -> None:
+    """The same of the kernels of the layers, with a second sequence packed behind the first."""
+    from kaiyuan.megatron import kernels
+
+    kernels._num_sms = lambda _: 2  # so that a program takes several rows
+    eps, groups, heads, size = 1e-6, 2, 3, 8
+    norm = torch.nn.functional.rms_norm
+
+    def agree(ours: Any, plain: Any, *inputs: torch.Tensor) -> None:
+        leaves = [x.requires_grad_() for x in inputs]
+        exact = [x.detach().double().requires_grad_() for x in inputs]
+        outs, expected = ours(*leaves), plain(*exact)
+        seeds = [torch.randn_like(out) for out in outs]
+        grads = torch.autograd.grad(outs, leaves, seeds)
+        theirs = torch.autograd.grad(expected, exact, [seed.double() for seed in seeds])
+        for value, right in zip([*outs, *grads], [*expected, *theirs], strict=True):
+            torch.testing.assert_close(value.double(), right, rtol=1e-5, atol=1e-5)
+
+    def swiglu(x: torch.Tensor) -> tuple[torch.Tensor]:
+        gate, up = x.chunk(2, -1)
+        return (torch.nn.functional.silu(gate) * up,)
+
+    x, weight = torch.randn(7, 3, 24), torch.randn(24)
+    agree(
+        lambda x, w: (kernels.rms_norm(x, w, eps),),
+        lambda x, w: (norm(x, (24,), w, eps),),
+        x,
+        weight,
+    )
+    agree(
+        lambda x, w: kernels.rms_norm_with_residual(x, w, eps),
+        lambda x, w: (norm(x, (24,), w, eps), x * 1),
+        torch.randn(7, 3, 24),
+        weight,
+    )
+    agree(lambda x: (kernels.swiglu(x),), swiglu, torch.randn(5, 2, 26))
+
+    angles = torch.rand(40, 1, 1, size // 2).repeat(1, 1, 1, 2)
+    for lengths, batch in (([40], 2), ([3, 36, 1], 1)):
+        bounds = None
+        if batch == 1:
+            bounds = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        turned = torch.cat([angles[:n] for n in lengths]).double()
+
+        def rotated(x: torch.Tensor, turned: torch.Tensor = turned) -> torch.Tensor:
+            first, second = x.chunk(2, -1)
+            return x * turned.cos() + torch.cat([-second, first], -1) * turned.sin()
+
+        def plain(
+            mixed: torch.Tensor, query_weight: torch.Tensor, key_weight: torch.Tensor
+        ) -> tuple[torch.Tensor, ...]:
+            parts = mixed.unflatten(-1, (groups, heads + 2, size))
+            query = norm(parts[..., :-2, :].flatten(2, 3), (size,), query_weight, eps)
+            key = norm(parts[..., -2, :], (size,), key_weight, eps)
+            return rotated(query), rotated(key), parts[..., -1, :] * 1
+
+        agree(
+            lambda *x, bounds=bounds: kernels.queries_keys_values(*x, angles, groups, eps, bounds),
+            plain,
+            torch.randn(40, batch, groups * (heads + 2) * size),
+            torch.randn(size),
+            torch.randn(size),
+        )
 
 
 def merge_over_ranks() -> None:

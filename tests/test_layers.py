@@ -39,8 +39,9 @@ def test_check(check):
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="needs Triton")
-def test_kernels_of_the_loss_in_tritons_interpreter():
-    process = start("loss_kernels", TRITON_INTERPRET="1")
+@pytest.mark.parametrize("check", ["loss_kernels", "layer_kernels"])
+def test_kernels_in_tritons_interpreter(check):
+    process = start(check, TRITON_INTERPRET="1")
     out, _ = process.communicate()
     assert process.returncode == 0, out
 
