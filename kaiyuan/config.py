@@ -41,6 +41,8 @@ OWN_ARGUMENTS: dict[str, tuple[type, str]] = {
 }
 _OWN_FLAGS = [name for name, (kind, _) in OWN_ARGUMENTS.items() if kind is bool]
 ORDERS = ("file", "rank", "rank-desc")
+# The name of a phase is that of a folder, too.
+_PHASE_NAME = re.compile(r"\w[\w.-]*")
 _PHASE_KEYS = ("order", "tokens", "max_samples")
 _ROOT = Path(__file__).parent
 
@@ -96,7 +98,9 @@ def params_folder(model: str) -> Path:
             f"there is no model {model!r}: it must be one of {', '.join(sorted(shipped))} "
             "or a folder with model.yaml, hparams.yaml and data.yaml"
         )
-    return Path(model)
+    folder = Path(model)
+    # The params are called as their folder is, which . and .. do not tell.
+    return folder if folder.name not in ("", "..") else folder.resolve()
 
 
 def load_params(model: str, overrides: Sequence[str] = (), overlay: Path | None = None) -> Params:
@@ -119,9 +123,12 @@ def load_params(model: str, overrides: Sequence[str] = (), overlay: Path | None 
     differing = _mapping(hparams.pop("phases", {}), "hparams.yaml: phases")
     if data:
         raise UserError(f"data.yaml knows only the key phases, not {next(iter(data))!r}")
+    _check_names(phases, folder / "data.yaml")
     for name in differing:
         if name not in phases:
-            raise UserError(f"hparams.yaml speaks of {name!r}, which data.yaml does not list")
+            raise UserError(
+                f"{folder / 'hparams.yaml'} speaks of {name!r}, which data.yaml does not list"
+            )
     settings = {name: {**_mapping(phases[name], name)} for name in phases}
     arguments = {name: {**_mapping(differing.get(name) or {}, name)} for name in phases}
     laid_over = _read(overlay) if overlay else {}
@@ -154,7 +161,7 @@ def _read(path: Path) -> dict[str, Any]:
         raise UserError(f"{path} is missing") from None
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not valid YAML: {error}") from error
-    return _mapping(_load(text, str(path)), path.name)
+    return _mapping(_load(text, str(path)), str(path))
 
 
 class _Loader(yaml.SafeLoader):
@@ -176,9 +183,23 @@ def _load(text: str, what: str) -> Any:
 
 
 def _mapping(value: Any, what: str) -> dict[str, Any]:
-    if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
+    if not isinstance(value, dict):
         raise UserError(f"{what} must be a mapping of names to values")
+    for key in value:
+        if not isinstance(key, str):
+            raise UserError(f"{what}: the key {key!r} must be a name")
     return value
+
+
+def _check_names(phases: Mapping[str, Any], path: Path) -> None:
+    if not phases:
+        raise UserError(f"{path} lists no phase")
+    for name in phases:
+        if not _PHASE_NAME.fullmatch(name) or name == "all":
+            raise UserError(
+                f"{path}: {name!r} is no name of a phase: it must be of letters, digits, _, - and "
+                "dots, and not all"
+            )
 
 
 def _parse_override(override: str) -> tuple[str, Any]:
@@ -196,7 +217,8 @@ def _override(
     settings: Mapping[str, dict[str, Any]],
     arguments: Mapping[str, dict[str, Any]],
 ) -> None:
-    phase, dot, name = key.strip().replace("-", "_").rpartition(".")
+    phase, dot, name = key.strip().rpartition(".")
+    name = name.replace("-", "_")
     if not name:
         raise UserError(f"{key!r} is no name of an argument")
     if dot and phase not in settings:

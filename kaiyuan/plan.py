@@ -111,16 +111,24 @@ def make_plan(params: Params, data: Path | None = None) -> Plan:
 
     Args:
         params: of the model.
-        data: folder with the converted phases, each in a folder of the phase's name. Without it,
-            or for a phase that is not converted yet, the tokens that data.yaml assumes are taken.
+        data: folder with the converted phases, each in a folder of the phase's name; there must
+            be one at least. Without a folder, or for a phase that is not converted yet, the
+            tokens that data.yaml assumes are taken.
 
     Raises:
-        UserError: ``data`` is no folder; a phase has neither data nor an assumption, is too short
-            for one step, or was converted in another order than data.yaml asks for.
+        UserError: ``data`` is no folder or has no phase; a phase has neither data nor an
+            assumption, is too short for one step, or was converted in another order than
+            data.yaml asks for.
     """
     if data is not None and not data.is_dir():
         raise UserError(f"{data} is not a folder: name the one with the converted phases")
     converted = [converted_phase(phase, params, data) for phase in params.phases]
+    if data is not None and not any(converted):
+        names = ", ".join(phase.name for phase in params.phases)
+        raise UserError(
+            f"{data} has none of the converted phases {names}: name the folder in which "
+            "kaiyuan convert made them, each in a folder of its name"
+        )
     tokens = [_tokens(*pair) for pair in zip(params.phases, converted, strict=True)]
     batch, sequence = (_number(params, key) for key in ("global_batch_size", "seq_length"))
     ends = [0]

@@ -173,7 +173,8 @@ def _check_tokenizer(plan: Plan, tokenizer: Path | None) -> None:
         given = load_tokenizer(tokenizer).hash
         other = [name for name, (known, _) in found.items() if known != given]
         if other:
-            raise UserError(f"{', '.join(other)} was not converted with the tokenizer {tokenizer}")
+            verb = "was" if len(other) == 1 else "were"
+            raise UserError(f"{', '.join(other)} {verb} not converted with {tokenizer}")
     if len(set(found.values())) > 1:
         parts = ", ".join(f"{n}: {h[:12]} ending with {e}" for n, (h, e) in found.items())
         raise UserError(

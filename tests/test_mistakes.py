@@ -137,7 +137,7 @@ def test_what_is_wrong_is_said_without_tokens_to_plan_with(
 
 def test_phases_that_are_not_converted_are_named_at_once(tmp_path):
     with pytest.raises(UserError, match="phase1, phase2, phase3, phase4, phase5 are not converted"):
-        _check_converted(make_plan(load_params("toy"), tmp_path).phases, tmp_path)
+        _check_converted(make_plan(load_params("toy")).phases, tmp_path)
 
 
 def test_layers_that_are_not_installed_are_named():

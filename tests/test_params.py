@@ -117,3 +117,39 @@ def test_flags_and_values_are_not_mixed_up():
         to_argv({"swiglu": 3})
     with pytest.raises(UserError, match="takes a value"):
         to_argv({"num_layers": True})
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("data", "phases: {}", "data.yaml lists no phase"),
+        ("data", "phases: {../../x: {tokens: 5}}", "'../../x' is no name of a phase"),
+        ("data", "phases: {a b: {tokens: 5}}", "'a b' is no name of a phase"),
+        ("data", "phases: {all: {tokens: 5}}", "'all' is no name of a phase"),
+        ("data", "phases: {phase1: {5: 4}}", "phase1: the key 5 must be a name"),
+        ("data", "phases: [phase1]", "data.yaml: phases must be a mapping of names to values"),
+        ("hparams", "phases: {phase9: {lr: 1}}", "few/hparams.yaml speaks of 'phase9'"),
+        ("hparams", "5: 4", "few/hparams.yaml: the key 5 must be a name"),
+        ("model", "", "few/model.yaml must be a mapping of names to values"),
+    ],
+)
+def test_a_mistake_in_a_file_names_it(make_params, name, content, message):
+    folder = make_params(["phase1"])
+    (folder / f"{name}.yaml").write_text(content)
+    with pytest.raises(UserError) as caught:
+        load_params(str(folder))
+    assert message in str(caught.value)
+
+
+def test_phases_may_have_other_names(make_params):
+    folder = make_params([])
+    (folder / "data.yaml").write_text("phases: {stage-1: {tokens: 50000}, 阶段2: {tokens: 50000}}")
+    params = load_params(str(folder), ["stage-1.max-samples=80"])
+    assert [(p.name, p.max_samples) for p in params.phases] == [("stage-1", 80), ("阶段2", None)]
+
+
+def test_the_current_folder_is_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError) as caught:
+        load_params(".")
+    assert str(caught.value) == f"{tmp_path}/model.yaml is missing"

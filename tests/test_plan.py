@@ -131,8 +131,14 @@ def test_a_folder_of_data_that_is_not_there(tmp_path):
     params = load_params("toy")
     with pytest.raises(UserError, match="nothere is not a folder"):
         make_plan(params, tmp_path / "nothere")
-    # One with no phase converted yet is.
-    assert make_plan(params, tmp_path) == make_plan(params)
+    # One without any phase, one too deep, one of parquet.
+    for name in ("phase1/manifest.json", "phase2/a.parquet"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).touch()
+    (tmp_path / "corpus").mkdir()
+    for folder in ("corpus", "phase1", "phase2"):
+        with pytest.raises(UserError, match=f"{folder} has none of the converted phases phase1, p"):
+            make_plan(params, tmp_path / folder)
 
 
 def test_an_uneven_batch_is_refused():

@@ -126,7 +126,7 @@ def test_tokenizers_must_be_one(demo, data, tmp_path):
     run = demo.folder / "run"  # begun with these arguments
     train_tokenizer(texts_of([demo.folder / "corpus"]), tmp_path / "other", 1000)
     said = findings(data, run, tokenizer=tmp_path / "other")
-    assert "phase1, phase2, phase3, phase4, phase5 was not converted with" in said
+    assert "phase1, phase2, phase3, phase4, phase5 were not converted with" in said
     manifest = read_manifest(data / "phase2", "phase")
     seal_again(data / "phase2", eod={**manifest["eod"], "id": 5})
     assert "ending with 5" in findings(data, run)

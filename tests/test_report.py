@@ -19,11 +19,13 @@ import pytest
 
 from kaiyuan.config import load_params
 from kaiyuan.data.phase import ConvertedPhase
+from kaiyuan.errors import UserError
 from kaiyuan.files import write_json, write_manifest
 from kaiyuan.plan import make_plan
 from kaiyuan.report import Run, write_page
 from kaiyuan.report.events import further_series
 from kaiyuan.report.reduce import smooth, thin
+from kaiyuan.report.table import phase_reports
 from kaiyuan.runfolder import latest_step, record
 from kaiyuan.starts import Start, add_start, read_starts
 
@@ -494,6 +496,25 @@ def test_mistakes(interrupted, tmp_path):
     assert not (interrupted / "report.html").exists()
     (interrupted / "loss.csv").unlink()
     assert "has no record of a training" in one_line_error("report", interrupted)
+
+
+def test_only_a_page_of_ours_gives_way(interrupted, tmp_path):
+    record_of_run = (interrupted / "run.json").read_bytes()
+    said = one_line_error("report", interrupted, "--output", interrupted / "run.json")
+    assert "run.json is there already and no page of kaiyuan's" in said
+    assert (interrupted / "run.json").read_bytes() == record_of_run
+    for _ in range(2):
+        write_page([Run(interrupted)], tmp_path / "page.html")
+    (tmp_path / "page.html").write_text("<!doctype html>\nmine")
+    with pytest.raises(UserError, match="no page of kaiyuan's"):
+        write_page([Run(interrupted)], tmp_path / "page.html")
+
+
+@pytest.mark.parametrize(("steps", "first", "last"), [(1, 0, 0), (3, 0, 2), (4, 0.5, 2.5)])
+def test_the_losses_at_both_ends_of_a_short_phase(tmp_path, steps, first, last):
+    make_run(tmp_path / "run", [steps] * 5, [{"loss": float(i)} for i in range(steps)])
+    report = phase_reports(Run(tmp_path / "run"))[0]
+    assert (report.first_loss, report.last_loss) == (first, last)
 
 
 # ---- arithmetic ---------------------------------------------------------------------------------

@@ -212,6 +212,11 @@ def from_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
     )
     if lacking:
         raise UserError(f"config.json lacks {', '.join(lacking)}")
+    for hf, kind in [("vocab_size", int), *((hf, kind) for _, hf, kind, _ in _KEYS)]:
+        number = config[hf]
+        if type(number) is not int and (kind is int or type(number) is not float):
+            what = "whole number" if kind is int else "number"
+            raise UserError(f"config.json has {hf} = {number!r}, which is no {what}")
     model = {name: config[hf] for name, hf, _, _ in _KEYS}
     if VARIANT in known:
         model |= {name: config.get(hf) for name, hf, _ in _VARIANT}
@@ -223,9 +228,12 @@ def from_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
 
 def _rope_base(config: Mapping[str, Any]) -> float:
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind != "default":
-        raise UserError(f"the model has rotary embeddings of type {kind!r}; only plain ones work")
+    for part in (rope, config.get("rope_scaling") or {}):  # transformers 5 writes the first alone
+        kind = part.get("rope_type", part.get("type", "default"))
+        if kind != "default":
+            raise UserError(
+                f"the model has rotary embeddings of type {kind!r}; only plain ones work"
+            )
     bases = {float(x) for x in (rope.get("rope_theta"), config.get("rope_theta")) if x is not None}
     if len(bases) != 1:
         raise UserError(

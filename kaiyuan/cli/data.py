@@ -81,7 +81,10 @@ def inspect(
 
     from kaiyuan.data import inspect as verb
     from kaiyuan.data.inspect_page import show, write_html
+    from kaiyuan.pages import check_page
 
+    if html:
+        check_page(html)
     report = verb.inspect([*paths], tokenizer, sample)
     if as_json:
         typer.echo(json.dumps(report.to_json(), ensure_ascii=False, indent=1))

@@ -61,7 +61,13 @@ class Endpoint:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "url", self.url.rstrip("/"))
-        parts = urlsplit(self.url)
+        try:
+            parts = urlsplit(self.url)
+            _ = parts.port
+        except ValueError:  # its text may have a password in it
+            raise UserError(
+                "the endpoint must be like https://huggingface.co: its host or port is wrong"
+            ) from None
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise UserError(f"the endpoint must be like https://huggingface.co, not {self.url!r}")
         if parts.username or parts.password or parts.query:

@@ -8,7 +8,9 @@ import contextlib
 import fcntl
 import json
 import os
+import re
 import shutil
+import tempfile
 from collections.abc import Iterator
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
@@ -134,9 +136,15 @@ class Record:
 
 
 def connect(job: Job) -> tuple[Connection, Hub]:
-    """Make the connection of a job and the hub at its other end; sends nothing yet."""
+    """Check a job, make its connection and the hub at its other end; sends nothing yet."""
     if job.source not in ("hf", "modelscope"):
         raise UserError(f"--source is hf or modelscope, not {job.source!r}")
+    if not re.fullmatch(r"[^/\s]+/[^/\s]+", job.repo):
+        raise UserError(f"--repo must be like owner/name, not {job.repo!r}")
+    for host in job.more_hosts:
+        if "/" in host or host.count(":") == 1:  # an IPv6 address has more colons
+            raise UserError(f"--allow-host takes a host such as cdn.example.com, not {host!r}")
+    _check_dest(job.dest)
     if job.source == "hf":
         url = job.endpoint or os.environ.get("HF_ENDPOINT") or HUGGING_FACE
     else:
@@ -178,9 +186,25 @@ def _refuse_strangers(job: Job, files: list[LocalFile]) -> None:
             )
 
 
+def _existing(dest: Path) -> Path:
+    return next(path for path in (dest, *dest.absolute().parents) if path.exists())
+
+
+def _check_dest(dest: Path) -> None:
+    """Find what is wrong with the destination before the hub is asked; leaves nothing there."""
+    existing = _existing(dest)
+    if not existing.is_dir():
+        raise UserError(f"{existing} is no folder: take another --dest")
+    if not (dest / _WORK).is_dir():  # of an earlier run all may be here, and nothing to write
+        try:
+            with tempfile.TemporaryFile(dir=existing):
+                pass
+        except OSError as error:
+            raise UserError(f"cannot write to {dest}: {error.strerror}") from None
+
+
 def _free_bytes(dest: Path) -> int:
-    existing = next(folder for folder in (dest, *dest.absolute().parents) if folder.exists())
-    return shutil.disk_usage(existing).free
+    return shutil.disk_usage(_existing(dest)).free
 
 
 def check_disk(plan: Plan, dest: Path) -> None:

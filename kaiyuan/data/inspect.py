@@ -22,6 +22,7 @@ from kaiyuan.data.sources import Source, find_sources
 from kaiyuan.errors import UserError
 from kaiyuan.progress import counted, human_bytes
 
+_STOPS = "convert stops"
 _PART = re.compile(r"part-(\d{4,6})\b")
 
 
@@ -249,20 +250,26 @@ def _verdict(report: Report) -> list[str]:
     readable = [file for file in report.files if not file.fault]
     lines = []
     if report.faults:
-        lines.append(f"convert stops: {counted(len(report.faults), 'file')} cannot be read")
+        lines.append(f"{_STOPS}: {counted(len(report.faults), 'file')} cannot be read")
     textless = [file for file in readable if file.text_bytes is None]
     if textless:
         kind = textless[0].columns.get(TEXT)
         what = f"its text is {kind}, not a string" if kind else "it has no column text"
-        lines.append(f"convert stops at {textless[0].name}: {what}")
+        lines.append(f"{_STOPS} at {textless[0].name}: {what}")
     if report.text is not None:
-        lines += [_documents(report, report.text), _order_to_use(report, readable)]
-        if report.text.tokens is not None:
-            lines.append(_output(report, report.text))
+        documents = _documents(report, report.text)
+        lines.append(documents)
+        if not documents.startswith(_STOPS):
+            lines.append(_order_to_use(report, readable))
+            if report.text.tokens is not None:
+                lines.append(_output(report, report.text))
     return lines
 
 
 def _documents(report: Report, text: TextReport) -> str:
+    if text.invalid:
+        verb = "is" if text.invalid == 1 else "are"
+        return f"{_STOPS}: {text.invalid:,} of the texts that were looked at {verb} not UTF-8"
     if text.every_row:
         about, skipped = "", text.nulls + text.empty
     else:
@@ -270,6 +277,8 @@ def _documents(report: Report, text: TextReport) -> str:
         each = report.rows / max(text.rows, 1)
         nulls = text.nulls * each if None in known else sum(count or 0 for count in known)
         about, skipped = "about ", round(nulls + text.empty * each)
+    if report.rows <= skipped:
+        return f"{_STOPS}: no row has a text"
     return (
         f"convert writes {about}{counted(report.rows - skipped, 'document')} and skips "
         f"{about}{skipped:,} null or empty rows"
@@ -287,6 +296,8 @@ def _order_to_use(report: Report, readable: list[FileReport]) -> str:
         return "no rank is set: --order rank stops, --order file is left"
     if rank.nulls:
         return f"{counted(rank.nulls, 'row')} without a rank: --order rank stops at the first"
+    if rank.too_large:
+        return "ranks of 2^63 and more: --order rank stops, --order file is left"
     if not rank.complete:
         lies = "the rows are put in order"
     elif is_ordered(rank):

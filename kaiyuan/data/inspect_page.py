@@ -13,7 +13,7 @@ from kaiyuan import __version__
 from kaiyuan.data.inspect import Report
 from kaiyuan.data.inspect_rank import RankReport
 from kaiyuan.data.inspect_text import Distribution, TextReport
-from kaiyuan.files import atomic_write
+from kaiyuan.pages import write_html_file
 from kaiyuan.progress import counted, human_bytes
 
 Rows = list[tuple[str, str]]
@@ -176,8 +176,7 @@ def write_html(report: Report, path: Path) -> None:
         version=__version__,
         files_shown=200,
     )
-    with atomic_write(path, "w") as stream:
-        stream.write(page)
+    write_html_file(path, page)
 
 
 def _histograms(text: TextReport | None) -> list[dict[str, Any]]:

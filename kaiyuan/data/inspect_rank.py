@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 from kaiyuan.data.footer import RANK, Footer
 
 _CURVE_POINTS = 400
+_INT64 = np.iinfo(np.int64).max
 
 
 @dataclass
@@ -33,6 +34,7 @@ class RankReport:
         missing: whole numbers between low and high that no row has; None for fractions.
         in_files: files whose rows are "ascending", "descending", "unordered" or all "equal".
         across_files: how the files follow one another, in the order of their names.
+        too_large: whether there are whole numbers of 2^63 and more, which no int64 holds.
         curve: position and rank of some rows, for a picture.
     """
 
@@ -46,6 +48,7 @@ class RankReport:
     missing: int | None = None
     in_files: dict[str, int] = field(default_factory=dict)
     across_files: str = "unknown"
+    too_large: bool = False
     curve: list[tuple[int, float]] = field(default_factory=list)
 
     @property
@@ -72,6 +75,7 @@ def ranks_from_footers(footers: list[Footer]) -> RankReport:
         report.low = min(low for low, _ in spans)
         report.high = max(high for _, high in spans)
         report.across_files = _order_of_spans(spans)
+        report.too_large = any(isinstance(high, int) and high > _INT64 for _, high in spans)
     return report
 
 
@@ -95,6 +99,7 @@ class RankReader:
         self.values: np.ndarray = np.empty(rows, np.int64 if whole else np.float64)
         self.filled = 0
         self.rows = 0
+        self.too_large = False
         self.in_files: dict[str, int] = {}
         self.spans: list[tuple[Any, Any]] = []
 
@@ -115,7 +120,9 @@ class RankReader:
     def _fill(self, file: pq.ParquetFile) -> None:
         for batch in file.iter_batches(batch_size=1 << 18, columns=[RANK]):
             column = batch.column(0).drop_null()
-            values = column.to_numpy(zero_copy_only=False).astype(self.values.dtype, copy=False)
+            values = column.to_numpy(zero_copy_only=False)
+            self.too_large |= values.dtype == np.uint64 and bool(np.any(values > _INT64))
+            values = values.astype(self.values.dtype, copy=False)
             values = values[~np.isnan(values)] if values.dtype.kind == "f" else values
             self.values[self.filled : self.filled + len(values)] = values
             self.filled += len(values)
@@ -132,6 +139,7 @@ class RankReader:
         places = np.unique(np.linspace(0, len(values) - 1, _CURVE_POINTS).astype(np.int64))
         report.curve = [(int(p), float(values[p])) for p in places if np.isfinite(values[p])]
         report.across_files = _order_of_spans(self.spans)
+        report.too_large = self.too_large
         values.sort()
         report.low, report.high = values[0].item(), values[-1].item()
         report.duplicates = int(np.count_nonzero(values[1:] == values[:-1]))

@@ -22,11 +22,12 @@ _SLICE = 4_000_000
 
 
 def verify(folder: Path | str) -> dict[str, int]:
-    """Check every byte of a phase.
+    """Check every byte of a phase that training reads.
 
-    Hashes and sizes of all files, every index, every id's range, the end-of-document token at
-    the end of every document, the row accounting, and the order: that it holds each document
-    once, follows the ranks, breaks ties by file and row, and has the hash of the manifest.
+    Hashes and sizes of all files of the manifest, every index, every id's range, the
+    end-of-document token at the end of every document, the row accounting, and the order: that it
+    holds each document once, follows the ranks, breaks ties by file and row, and has the hash of
+    the manifest.
 
     Returns:
         What was checked: ``files``, ``bytes``, ``documents``, ``tokens``.

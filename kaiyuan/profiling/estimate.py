@@ -407,8 +407,10 @@ def read_calibration(path: Path) -> Rates:
     """
     try:
         slowdown = float(json.loads(path.read_text(encoding="utf-8"))["slowdown"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path} cannot be read as a calibration: {error}") from error
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path} is no calibration.json of kaiyuan profile") from error
     if not 0 < slowdown < float("inf"):
         raise UserError(f"{path}: slowdown must be a number above 0, not {slowdown}")
     return Rates(slowdown=slowdown)

@@ -68,7 +68,7 @@ def tiles(run: Run, found: Sequence[Validation]) -> list[tuple[str, str, str]]:
             human_count(run.columns["tokens"][-1]),
             f"of {human_count(planned * a_step)}",
         ),
-        ("Loss", f"{last.last_loss:.3f}", "nats a token, last 5 steps"),
+        ("Loss", f"{last.last_loss:.3f}", f"nats a token, last {counted(last.window, 'step')}"),
     ]
     if found and found[0].losses:
         text = f"nats a token on {found[0].name}"

@@ -10,7 +10,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader
 
 from kaiyuan import __version__
-from kaiyuan.files import atomic_write
+from kaiyuan.pages import write_html_file
 from kaiyuan.report import charts, compare, facts
 from kaiyuan.report.data import phase_data
 from kaiyuan.report.results import evaluations, validations
@@ -21,7 +21,8 @@ def write_page(runs: Sequence[Run], path: Path) -> None:
     """Write the page of one run, or of several beside one another.
 
     Raises:
-        UserError: the folder cannot be written to, or a file of a run is damaged.
+        UserError: the folder cannot be written to, another file is there, or a file of a run is
+            damaged.
     """
     environment = Environment(
         loader=PackageLoader("kaiyuan.report"),
@@ -39,8 +40,7 @@ def write_page(runs: Sequence[Run], path: Path) -> None:
         script_hash=digest,
         version=__version__,
     )
-    with atomic_write(path, "w") as stream:
-        stream.write(page)
+    write_html_file(path, page)
 
 
 def _template(name: str) -> str:

@@ -11,7 +11,8 @@ from rich.table import Table
 from kaiyuan.files import atomic_write
 from kaiyuan.report.run import Run
 
-# Losses of single batches jump; the start and the end of a phase are means over so many steps.
+# Losses of single batches jump; the start and the end of a phase are means over so many steps; of a
+# short phase over its halves, so that no step is in both.
 _WINDOW = 5
 
 
@@ -26,8 +27,9 @@ class PhaseReport:
         tokens: in its data; like the two before, None where the plan no longer has the phase.
         trained_tokens: that the steps done so far consumed.
         steps: done so far.
-        first_loss: mean of the first five steps, nats a token.
-        last_loss: mean of the last five.
+        window: steps that each of the two losses is a mean of; they share none.
+        first_loss: mean of the first steps, nats a token.
+        last_loss: mean of the last steps.
         seconds: median of a step; NaN where none was measured.
         first_rate: learning rate after the first step.
         last_rate: learning rate after the last step.
@@ -39,6 +41,7 @@ class PhaseReport:
     tokens: int | None
     trained_tokens: int
     steps: int
+    window: int
     first_loss: float
     last_loss: float
     seconds: float
@@ -57,6 +60,7 @@ def phase_reports(run: Run) -> list[PhaseReport]:
         mine = {name: values[rows] for name, values in run.columns.items()}
         seconds = mine["seconds"][~np.isnan(mine["seconds"])]
         tokens = int(mine["tokens"][-1])
+        window = max(1, min(_WINDOW, len(mine["loss"]) // 2))
         reports.append(
             PhaseReport(
                 name=name,
@@ -65,8 +69,9 @@ def phase_reports(run: Run) -> list[PhaseReport]:
                 tokens=phase.get("tokens"),
                 trained_tokens=tokens - before,
                 steps=len(mine["loss"]),
-                first_loss=float(mine["loss"][:_WINDOW].mean()),
-                last_loss=float(mine["loss"][-_WINDOW:].mean()),
+                window=window,
+                first_loss=float(mine["loss"][:window].mean()),
+                last_loss=float(mine["loss"][-window:].mean()),
                 seconds=float(np.median(seconds)) if len(seconds) else float("nan"),
                 first_rate=float(mine["learning_rate"][0]),
                 last_rate=float(mine["learning_rate"][-1]),

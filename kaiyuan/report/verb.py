@@ -5,6 +5,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from kaiyuan.pages import check_page
 from kaiyuan.report.page import write_page
 from kaiyuan.report.run import Run
 from kaiyuan.report.table import draw_losses, phase_table
@@ -19,13 +20,14 @@ def report(folders: Sequence[Path], output: Path | None) -> Iterator[str]:
     Raises:
         UserError: a run cannot be read, or the page not be written.
     """
+    page = output or (folders[0] / "report.html" if len(folders) == 1 else Path("comparison.html"))
+    check_page(page)
     runs = [Run(folder, str(folder) if len(folders) > 1 else None) for folder in folders]
     console = Console()
     for run in runs:
         if len(runs) > 1:
             console.print(run.name, highlight=False, markup=False)
         console.print(phase_table(run))
-    page = output or (folders[0] / "report.html" if len(runs) == 1 else Path("comparison.html"))
     write_page(runs, page)
     yield f"report: {page}"
     if len(runs) == 1:

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from kaiyuan.checkpoint.describe import TRACKER, describe_checkpoint
 from kaiyuan.checkpoint.export import export
-from kaiyuan.checkpoint.hf_config import canonical_model, sizes_of
+from kaiyuan.checkpoint.hf_config import canonical_model, from_config, sizes_of
 from kaiyuan.checkpoint.import_hf import import_hf
 from kaiyuan.checkpoint.load import INDEX, ModelTensors, TorchDistCheckpoint
 from kaiyuan.checkpoint.save import write_torch_dist
@@ -50,6 +50,47 @@ def rename(index, old, new):
     for key in [k for k in index.storage_data if k.fqn == old]:
         moved = dataclasses.replace(key, fqn=new)
         index.storage_data[moved] = index.storage_data.pop(key)
+
+
+QWEN3 = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-6,
+    "initializer_range": 0.02,
+    "vocab_size": 256,
+    "rope_theta": 10000,
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            {
+                "rope_parameters": {"rope_type": "default", "rope_theta": 10000},
+                "rope_scaling": {"rope_type": "yarn", "factor": 4.0},
+            },
+            "rotary embeddings of type 'yarn'",
+        ),
+        ({"rope_scaling": {"type": "linear"}}, "rotary embeddings of type 'linear'"),
+        ({"num_hidden_layers": "4"}, "num_hidden_layers = '4', which is no whole number"),
+        ({"num_hidden_layers": 4.5}, "num_hidden_layers = 4.5, which is no whole number"),
+        ({"head_dim": True}, "head_dim = True, which is no whole number"),
+        ({"rms_norm_eps": "1e-6"}, "rms_norm_eps = '1e-6', which is no number"),
+        ({"vocab_size": "256"}, "vocab_size = '256', which is no whole number"),
+    ],
+)
+def test_a_config_that_is_not_plain_is_refused(change, said):
+    assert from_config(QWEN3 | {"rope_scaling": None})[0]["num_layers"] == 2
+    with pytest.raises(UserError) as caught:
+        from_config(QWEN3 | change)
+    assert said in str(caught.value)
 
 
 def test_cut_data(broken, tmp_path):

@@ -317,6 +317,11 @@ def test_nothing_but_the_endpoint_is_contacted_and_the_token_stays_secret(server
     [
         (["--endpoint", "ftp://host"], "the endpoint must be like"),
         (["--endpoint", "https://me:password@host"], "must not carry a name, password"),
+        (["--endpoint", "https://[::1"], "the endpoint must be like"),
+        (["--endpoint", "https://me:password@host:99999"], "the endpoint must be like"),
+        (["--repo", "foo"], "--repo must be like owner/name, not 'foo'"),
+        (["--allow-host", "http://x"], "--allow-host takes a host such as cdn.example.com, not"),
+        (["--allow-host", "x:443"], "--allow-host takes a host such as cdn.example.com, not"),
         (["--phase", "6"], "--phase takes numbers from 1 to 5"),
         (["--phase", "5"], "no folder for phase 5"),
         (["--repo", "a/b/c"], "--repo must be like owner/name"),
@@ -336,6 +341,18 @@ def test_a_mistake_is_one_line_and_exit_code_2(
     assert told.count("\n") == 1
     assert "password" not in told.replace("name, password", "")
     assert not (tmp_path / "dest").exists()
+
+
+@pytest.mark.parametrize("verb", [download, preview])
+def test_a_destination_that_cannot_be_is_named_before_the_hub_is_asked(server, tmp_path, verb):
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="file is no folder"):
+        verb(job(server, tmp_path / "file"))
+    with pytest.raises(UserError, match="file is no folder"):
+        verb(job(server, tmp_path / "file" / "below"))
+    with pytest.raises(UserError, match="cannot write to /proc/nowhere"):
+        verb(job(server, Path("/proc/nowhere")))
+    assert server.requests == []
 
 
 def interrupted(server, dest, seconds):

@@ -1,5 +1,6 @@
 """Inspection of parquet files: what is told is what pyarrow or a hand count says."""
 
+import contextlib
 import io
 import json
 import os
@@ -17,6 +18,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from kaiyuan.cli import main
+from kaiyuan.data.convert import convert
 from kaiyuan.data.footer import Footer, Group
 from kaiyuan.data.inspect import inspect, is_ordered
 from kaiyuan.data.inspect_page import quality_direction, write_html
@@ -186,6 +188,46 @@ def test_a_file_without_usable_text_is_named(tmp_path):
     assert report.verdict == [
         f"convert stops at {tmp_path}/b.parquet: its text is list<element: int64>, not a string"
     ]
+
+
+@pytest.mark.parametrize(
+    ("columns", "says", "never"),
+    [
+        (
+            {"text": pa.array([b"ok", b"\xff\xfe"]).view(pa.string())},
+            "convert stops: 1 of the texts that were looked at is not UTF-8",
+            "convert writes",
+        ),
+        (
+            {"text": ["a", "b"], "rank": pa.array([2**63, 1], pa.uint64())},
+            "ranks of 2^63 and more: --order rank stops, --order file is left",
+            "put in order",
+        ),
+        ({"text": pa.array([], pa.string())}, "convert stops: no row has a text", "writes"),
+        ({"text": pa.array([None, ""], pa.string())}, "convert stops: no row has a text", "writes"),
+        (
+            {"text": ["a", "b"], "rank": pa.array([2**63 - 1, 1], pa.uint64())},
+            "the rows are put in order",
+            "stops",
+        ),
+    ],
+)
+def test_the_verdict_is_what_convert_does(tmp_path, small, columns, says, never):
+    path = write(tmp_path / "a.parquet", columns)
+    verdict = inspect([str(path)]).verdict
+    assert any(says in line for line in verdict), verdict
+    assert not any(never in line for line in verdict), verdict
+    order = "rank" if "rank" in columns else "file"
+    stops = pytest.raises(UserError) if "stops" in says else contextlib.nullcontext()
+    with stops:
+        convert([path], tmp_path / "out", small.folder, order=order, workers=1)
+
+
+def test_large_ranks_are_seen_in_the_footer_too(tmp_path, monkeypatch):
+    rank = pa.array([2**63, 1], pa.uint64())
+    path = write(tmp_path / "a.parquet", {"text": ["a", "b"], "rank": rank})
+    monkeypatch.setattr("kaiyuan.data.inspect.fits_in_memory", lambda rows: False)
+    assert "ranks of 2^63 and more" in inspect([str(path)]).verdict[-1]
 
 
 def test_nested_columns_beside_the_text_do_no_harm(tmp_path):
@@ -387,6 +429,20 @@ def test_the_page_loads_nothing_and_shows_all_documents(tmp_path):
     counts = [int(count) for count in re.findall(r": (\d+) documents</title>", page)]
     assert sum(counts) == 2 * 20  # in the histograms of characters and of tokens
     assert tags.count("circle") == 20
+
+
+def test_only_a_page_of_ours_gives_way(tmp_path, monkeypatch, capsys):
+    path = write(tmp_path / "a.parquet", {"text": ["one"]})
+    content = path.read_bytes()
+    monkeypatch.setattr(sys, "argv", ["kaiyuan", "inspect", str(path), "--html", str(path)])
+    with pytest.raises(SystemExit, match="2"):
+        main()
+    told = capsys.readouterr()
+    assert "a.parquet is there already and no page of kaiyuan's" in told.err
+    assert told.out == ""  # it was said before anything was read
+    assert path.read_bytes() == content
+    for _ in range(2):
+        write_html(inspect([str(path)]), tmp_path / "page.html")
 
 
 def test_the_table_and_the_script_of_the_reference(tmp_path):

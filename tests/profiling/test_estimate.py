@@ -215,3 +215,10 @@ def test_the_plan_says_hours_by_the_estimate(tmp_path):
 
     assert hours() == pytest.approx(300 * step_time(model("gpt_smoke"), 1).step(8) / 3600)
     assert hours("--calibration", str(path)) == pytest.approx(2 * hours())
+
+
+@pytest.mark.parametrize("content", ["{}", "[]", '{"slowdown": null}', '{"slowdown": "x"}', "x"])
+def test_what_is_no_calibration(tmp_path, content):
+    (tmp_path / "run.json").write_text(content)
+    with pytest.raises(UserError, match=r"run.json is no calibration.json of kaiyuan profile"):
+        read_calibration(tmp_path / "run.json")

@@ -224,7 +224,7 @@ def test_mistakes_on_the_command_line(tmp_path):
     for words, message in (
         (["--trace-ranks", "0,2"], "ranks below 2"),
         (["--data", tmp_path], "has no manifest.json"),
-        (["--calibration", tmp_path / "none.json"], "cannot be read as a calibration"),
+        (["--calibration", tmp_path / "none.json"], "cannot be read: No such file"),
         (["--overlay", tmp_path / "none.yaml"], "is missing"),
     ):
         argv = ("profile", "toy", "--nproc", 2, "--output", tmp_path / "sweep", *words)
