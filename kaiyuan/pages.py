@@ -5,9 +5,9 @@ from pathlib import Path
 from kaiyuan.errors import UserError
 from kaiyuan.files import atomic_write
 
-# In the head of every page; the templates have it.
-_MARK = b'<meta name="generator" content="kaiyuan">'
-_HEAD = 1024  # bytes
+# How the title of every page ends, in the templates; within so many bytes, long names and all.
+_MARK = " · kaiyuan</title>".encode()
+_HEAD = 4096
 
 
 def check_page(path: Path) -> None:
