@@ -292,8 +292,9 @@ def failure_of(
         return None
     where = f"the log is {log.path}, and the same command goes on from step {saved}"
     killed = heard.killed_by or (_signal_name(-code) if code < 0 else "")
-    # Before the errors: when a rank is killed, the others complain of a lost connection.
-    if killed and not asked:
+    # Before the errors: when a rank is killed, the others complain of a lost connection. But by
+    # SIGTERM torchrun itself ends the others, when one has failed.
+    if killed and not asked and not (killed == "SIGTERM" and heard.errors):
         return f"{phase} was killed by {killed}; {where}"
     if log.problem:
         return (

@@ -232,6 +232,8 @@ FULL = types.SimpleNamespace(path="the.log", problem="No space left on device")
         (-9, False, 5, _Heard(step=7), LOG, "phase1 was killed by SIGKILL; the log is the.log"),
         # Torchrun's code, and what the other ranks say of it.
         (1, False, 5, _Heard(["connection lost"], "SIGBUS", 7), LOG, "was killed by SIGBUS"),
+        (1, False, 0, _Heard(["5 layers, not 4"], "SIGTERM"), LOG, "5 layers, not 4"),
+        (1, False, 5, _Heard([], "SIGTERM", 7), LOG, "was killed by SIGTERM"),
         (2, False, 5, _Heard(["the data differ"], step=7), LOG, "the data differ (the log is"),
         (2, True, 5, _Heard(["the data differ"], step=7), LOG, "the data differ (the log is"),
         (3, False, 5, _Heard(step=7), LOG, "phase1 failed with exit code 3"),
