@@ -27,7 +27,7 @@ from kaiyuan.train import Nodes, environment_of
 
 RESULT = "result.json"
 _OF_A_WHOLE_TRAINING = (
-    *("lr_warmup_samples", "lr_decay_samples", "lr_wsd_decay_samples", "rampup_batch_size"),
+    *("lr_warmup_samples", "lr_decay_samples", "lr_wsd_decay_samples"),
     *("save_interval", "save_retain_interval", "max_loss_jump", "tensorboard_dir"),
     *("wandb_project", "wandb_exp_name"),
 )
