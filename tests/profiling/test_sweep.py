@@ -145,6 +145,13 @@ def test_stages_get_a_whole_number_of_micro_batches():
     assert "--save-interval" not in argv
 
 
+def test_a_measurement_does_not_end_where_the_training_would():
+    params = load_params("toy", ["exit_interval=2", "exit_duration_in_mins=1"])
+    [candidate] = candidates(params, {"micro_batch_size": [8]}, 1)
+    argv = measuring_argv(candidate, Job(ROOT, Device("cpu", None)))
+    assert not {"--exit-interval", "--exit-duration-in-mins"} & set(argv)
+
+
 def test_what_cannot_fit_is_not_run():
     params = load_params("qwen3_1p7b")
     found = candidates(params, default_grid(params.arguments(params.phases[0]), 1), 1)
