@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -130,7 +131,7 @@ def train(
                 say(sentence)
             stack.enter_context(while_recorded(plan, run, tokenizer, allow_change))
         for phase in chosen:
-            done = latest_step(run)
+            done = _steps_done(run, nodes)
             if done >= phase.last_step:
                 say(f"{phase.name}: done ({phase.last_step} steps)")
                 continue
@@ -146,6 +147,15 @@ def train(
                 say(f"stopped and saved at step {step}")
                 return False
     return True
+
+
+def _steps_done(run: Path, nodes: Nodes) -> int:
+    """Return the run's steps; machine 0 may be mending its tracker while the others read it."""
+    for _ in range(20 if nodes.rank else 0):
+        with contextlib.suppress(UserError):
+            return latest_step(run)
+        time.sleep(0.5)
+    return latest_step(run)
 
 
 def phase_arguments(phase: PhasePlan, data: Path, run: Path) -> list[str]:
