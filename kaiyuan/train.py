@@ -42,12 +42,29 @@ class Nodes:
         nodes: number of machines.
         rank: of this machine, from 0.
         address: host and port of the first machine, where there are several.
+
+    Raises:
+        UserError: the machines could not meet by these.
     """
 
     processes: int = 1
     nodes: int = 1
     rank: int = 0
     address: str = ""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.nodes:
+            raise UserError(
+                f"--node-rank counts machines from 0: it must be below --nnodes ({self.nodes}), "
+                f"not {self.rank}"
+            )
+        if self.nodes > 1:
+            host, _, port = self.address.rpartition(":")
+            if not (host and port.isascii() and port.isdecimal() and 0 < int(port) < 2**16):
+                raise UserError(
+                    "several machines meet at the first one: its HOST:PORT must be given with "
+                    f"--master, not {self.address!r}"
+                )
 
     def command(self) -> list[str]:
         """Return the command that starts the processes of this machine."""
