@@ -42,12 +42,29 @@ class Nodes:
         nodes: number of machines.
         rank: of this machine, from 0.
         address: host and port of the first machine, where there are several.
+
+    Raises:
+        UserError: the machines could not meet by these.
     """
 
     processes: int = 1
     nodes: int = 1
     rank: int = 0
     address: str = ""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.nodes:
+            raise UserError(
+                f"--node-rank counts machines from 0: it must be below --nnodes ({self.nodes}), "
+                f"not {self.rank}"
+            )
+        if self.nodes > 1:
+            host, _, port = self.address.rpartition(":")
+            if not (host and port.isascii() and port.isdecimal() and 0 < int(port) < 2**16):
+                raise UserError(
+                    "several machines meet at the first one: its HOST:PORT must be given with "
+                    f"--master, not {self.address!r}"
+                )
 
     def command(self) -> list[str]:
         """Return the command that starts the processes of this machine."""
@@ -292,8 +309,9 @@ def failure_of(
         return None
     where = f"the log is {log.path}, and the same command goes on from step {saved}"
     killed = heard.killed_by or (_signal_name(-code) if code < 0 else "")
-    # Before the errors: when a rank is killed, the others complain of a lost connection.
-    if killed and not asked:
+    # Before the errors: when a rank is killed, the others complain of a lost connection. But by
+    # SIGTERM torchrun itself ends the others, when one has failed.
+    if killed and not asked and not (killed == "SIGTERM" and heard.errors):
         return f"{phase} was killed by {killed}; {where}"
     if log.problem:
         return (
