@@ -1,7 +1,6 @@
 """Parquet files wherever they lie: one file, a folder, a glob, or hf:// on a hub."""
 
 import glob
-import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -83,15 +82,10 @@ def _local(path: str) -> list[Source]:
 def _on_hub(path: str) -> list[Source]:
     from huggingface_hub import HfFileSystem
 
-    from kaiyuan.data.connection import (
-        HUGGING_FACE,
-        Connection,
-        Endpoint,
-        token_from_environment,
-    )
+    from kaiyuan.data.connection import hugging_face
 
-    endpoint = Endpoint(os.environ.get("HF_ENDPOINT") or HUGGING_FACE, token_from_environment("hf"))
-    connection = Connection(endpoint)
+    connection = hugging_face()
+    endpoint = connection.endpoint
     system = HfFileSystem(endpoint=endpoint.url, token=endpoint.token or False)
 
     plain = path.removeprefix("hf://")

@@ -319,7 +319,7 @@ def test_nothing_but_the_endpoint_is_contacted_and_the_token_stays_secret(server
         (["--endpoint", "https://me:password@host"], "must not carry a name, password"),
         (["--phase", "6"], "--phase takes numbers from 1 to 5"),
         (["--phase", "5"], "no folder for phase 5"),
-        (["--repo", "a/b/c"], "--repo must be like owner/name"),
+        (["--repo", "a/b/c"], "a repository is called like owner/name"),
         (["--repo", "no/such"], "answers 404"),
     ],
 )
