@@ -235,8 +235,6 @@ def train_tokenizer(texts: Iterable[str], output: Path, vocab_size: int) -> Toke
 class Encoder(Protocol):
     """Turns texts into ids."""
 
-    name: EncoderName
-
     def encode(self, texts: Sequence[str]) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
         """Return the ids of all texts one after another, and how many each has."""
         ...
@@ -244,8 +242,6 @@ class Encoder(Protocol):
 
 class FastEncoder:
     """fastokens: the ids of Hugging Face's tokenizers, some fifty times as fast."""
-
-    name: EncoderName = "fast"
 
     def __init__(self, spec: str, special_text: SpecialText) -> None:
         import fastokens
@@ -266,8 +262,6 @@ class FastEncoder:
 
 class HuggingFaceEncoder:
     """Hugging Face's tokenizers, the reference."""
-
-    name: EncoderName = "hf"
 
     def __init__(self, spec: str, special_text: SpecialText) -> None:
         from tokenizers import Tokenizer

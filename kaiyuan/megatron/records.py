@@ -60,7 +60,6 @@ _PACKAGES = (
     "megatron-core",
     "transformer-engine",
     "triton",
-    "liger-kernel",
     "flash-attn-4",
 )
 

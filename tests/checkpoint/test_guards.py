@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from kaiyuan.checkpoint.describe import TRACKER, describe_checkpoint
+from kaiyuan.checkpoint.describe import describe_checkpoint
 from kaiyuan.checkpoint.export import export
 from kaiyuan.checkpoint.hf_config import canonical_model, sizes_of
 from kaiyuan.checkpoint.import_hf import import_hf
@@ -20,7 +20,7 @@ from kaiyuan.checkpoint.parity import compare
 from kaiyuan.checkpoint.save import write_torch_dist
 from kaiyuan.errors import UserError
 from kaiyuan.generate import model_folder
-from kaiyuan.runfolder import RUN_FILE
+from kaiyuan.runfolder import RUN_FILE, TRACKER
 from kaiyuan.serve import serve
 from tests.conftest import one_line_error
 
