@@ -145,19 +145,27 @@ def learning_rate_knots(plan: Plan) -> list[tuple[int, float]]:
     ]
 
 
-def kept_checkpoints(plan: Plan) -> list[int]:
+def kept_checkpoints(plan: Plan, last: int | None = None) -> list[int]:
     """Return the steps whose checkpoints are still there at the end of the training.
 
     Megatron saves every ``save_interval`` steps and at the end of each phase, and then removes the
     one before it, unless its step is a multiple of ``save_retain_interval``.
+
+    Args:
+        plan: of the training.
+        last: the step at which it ends, where that is before its end.
     """
+    last = plan.steps if last is None else last
     kept: list[int] = []
     for phase in plan.phases:
+        if phase.first_step >= last:
+            break
+        end = min(phase.last_step, last)
         interval = phase.arguments.get("save_interval") or plan.steps
         retain = phase.arguments.get("save_retain_interval")
         begin = phase.first_step // interval + 1
-        steps = [n * interval for n in range(begin, phase.last_step // interval + 1)]
-        for step in sorted({*steps, phase.last_step}):
+        steps = [n * interval for n in range(begin, end // interval + 1)]
+        for step in sorted({*steps, end}):
             if retain and kept and kept[-1] % retain:
                 kept.pop()
             kept.append(step)

@@ -221,7 +221,8 @@ def _check_disk(plan: Plan, run: Path, only: str | None) -> None:
     with contextlib.suppress(UserError):  # a tracker that was cut short is mended later
         done = latest_step(run)
     last = _last_step(plan, only, done)
-    to_come = len([step for step in kept_checkpoints(plan) if done < step <= last]) + 1
+    # The last is written before the one that it takes the place of is removed.
+    to_come = len([step for step in kept_checkpoints(plan, last) if step > done]) + 1
     needed = to_come * checkpoint_bytes(plan.phases[0].arguments)
     free = shutil.disk_usage(place).free
     if done < last and free < needed:
@@ -237,8 +238,8 @@ def _last_step(plan: Plan, only: str | None, done: int) -> int:
     for phase in chosen_phases(plan, only):
         if phase.last_step > done:
             interval = phase.arguments.get("exit_interval")
-            following = (done // interval + 1) * interval if interval else phase.last_step + 1
-            if following <= phase.last_step:
+            following = (done // interval + 1) * interval if interval else phase.last_step
+            if following < phase.last_step:
                 return following
             done = phase.last_step
     return done

@@ -1,7 +1,11 @@
 """A loss that is not finite or jumps: the run stops, and its data can be left out."""
 
+import hashlib
+
 import pytest
 
+from kaiyuan.data.phase import ConvertedPhase
+from kaiyuan.data.samples import OrderedDataset
 from kaiyuan.runfolder import latest_step
 
 from .engine import records, samples, train
@@ -43,3 +47,46 @@ def test_a_loss_that_jumps_ends_the_run_unsaved(demo, params, tmp_path):
     assert latest_step(run) == 10
     train(run, data, params, *short, "max_loss_jump=3", "iterations_to_skip=[12]")
     assert latest_step(run) == 16
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        (),
+        pytest.param(
+            ("tensor_model_parallel_size=2", "sequence_parallel=true", "--nproc", 2),
+            marks=pytest.mark.slow,
+            id="tensor parallel",
+        ),
+        pytest.param(
+            (
+                "pipeline_model_parallel_size=2",
+                "num_layers_per_virtual_pipeline_stage=1",
+                "micro_batch_size=4",
+                "--nproc",
+                2,
+            ),
+            marks=pytest.mark.slow,
+            id="interleaved pipeline",
+        ),
+    ],
+)
+def test_the_last_step_of_a_phase_can_be_left_out(demo, make_params, tmp_path, layout):
+    run, data = tmp_path / "run", demo.folder / "data"
+    short = ("phase1.max_samples=24", "phase2.max_samples=16", "lr_warmup_samples=8")
+    skip = "iterations_to_skip=[2,3]"
+    train(run, data, make_params(["phase1", "phase2"]), *short, skip, *layout)
+    rows = records(run)
+    assert [(row["iteration"], row["phase"]) for row in rows] == [
+        ("1", "phase1"),
+        ("4", "phase2"),
+        ("5", "phase2"),
+    ]
+    assert [row["samples"] for row in rows] == ["8", "32", "40"]
+    expected = [
+        hashlib.md5(dataset[i]["tokens"].numpy().tobytes()).hexdigest()
+        for name, count in (("phase1", 8), ("phase2", 16))
+        for dataset in [OrderedDataset(ConvertedPhase.open(data / name), 256)]
+        for i in range(count)
+    ]
+    assert samples(run) == expected

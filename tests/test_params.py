@@ -1,6 +1,7 @@
 """The shipped params, and what Megatron's own parser says of them."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -13,10 +14,11 @@ from kaiyuan.plan import make_plan
 MODELS = ("toy", "gpt_smoke", "qwen3_1p7b", "kaiyuan_2b_fp16")
 
 
-def ask_megatron(verb, question=None):
+def ask_megatron(verb, question=None, **environment):
     done = subprocess.run(
         [sys.executable, "-m", "tests.megatron_answers", verb],
         input=json.dumps(question),
+        env=os.environ | environment,
         capture_output=True,
         text=True,
     )

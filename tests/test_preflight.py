@@ -13,7 +13,8 @@ from kaiyuan.errors import UserError
 from kaiyuan.estimate import num_parameters
 from kaiyuan.files import read_manifest, write_manifest
 from kaiyuan.plan import make_plan
-from kaiyuan.preflight import _check_start, preflight
+from kaiyuan.plan_summary import kept_checkpoints
+from kaiyuan.preflight import _check_start, _last_step, preflight
 from kaiyuan.train import Nodes
 
 # A checkpoint of the toy takes 20 MB: fifty million of them fit nowhere.
@@ -46,6 +47,23 @@ def test_space_is_asked_for_what_the_command_writes(demo, tmp_path):
     steps = make_plan(load_params("toy", often), data).phases[0].last_step
     assert f"{steps + 1} more checkpoints need" in said
     preflight(load_params("toy", [*often, "exit_interval=1"]), data, run, Nodes(), only="phase1")
+
+
+def test_the_step_at_which_a_command_ends(demo):
+    def ends(*overrides, only=None, done=0):
+        plan = make_plan(load_params("toy", overrides), demo.folder / "data")
+        last = _last_step(plan, only, done)
+        return last, [step for step in kept_checkpoints(plan, last) if step > done]
+
+    short = [f"phase{n}.max_samples=80" for n in range(1, 6)]  # ten steps each
+    retain = [*short, "save_interval=4", "save_retain_interval=8"]
+    assert ends(*retain) == (50, [8, 16, 24, 32, 40, 48, 50])
+    assert ends(*retain, only="phase2", done=10) == (20, [16, 20])
+    assert ends(*retain, only="phase1") == (10, [8, 10])
+    assert ends(*retain, "exit_interval=7") == (7, [7])
+    assert ends(*retain, "exit_interval=7", done=7) == (14, [8, 14])
+    # The loop of a phase ends before it looks at exit_interval, and the next phase begins.
+    assert ends(*retain, "exit_interval=10") == (50, [8, 16, 24, 32, 40, 48, 50])
 
 
 def seal_again(folder, **changes):

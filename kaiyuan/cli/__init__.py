@@ -43,7 +43,9 @@ def main() -> None:
     if not sys.argv[1:]:
         sys.argv.append("--help")
     try:
-        sys.exit(app(standalone_mode=False))
+        code = app(standalone_mode=False)
+        # What a verb returns is for those who call it as a function.
+        sys.exit(code if type(code) is int else 0)
     except (UserError, OSError) as error:
         if "--debug" in sys.argv[1:]:
             raise

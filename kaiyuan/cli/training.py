@@ -33,6 +33,10 @@ Overrides = Annotated[
 ]
 
 
+# The exit code of a training that a signal stopped and that saved: the same command goes on.
+_STOPPED = 75  # EX_TEMPFAIL of sysexits.h
+
+
 @app.command()
 def plan(
     model: Model,
@@ -106,8 +110,10 @@ def train(
     ] = False,
     check: Annotated[bool, typer.Option("--check", help="Check everything and end.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the commands and end.")] = False,
-) -> bool | None:
+) -> None:
     """Train all phases, or one; the same command goes on with an interrupted run.
+
+    The exit code is 75 where a signal stopped it: saved, but not at its end.
 
     Example: kaiyuan train toy --data toy/data --output toy/faster lr=6e-3
     """
@@ -126,12 +132,15 @@ def train(
         for each in chosen_phases(plan, phase):
             typer.echo(f"# {each.name}")
             typer.echo(shlex.join([*nodes.command(), *phase_arguments(each, data, output)]))
-        return None
+        return
     plan = preflight(params, data, output, nodes, tokenizer, phase, verify_data, allow_change)
     if check:
         typer.echo(f"ready to train {plan.params.name}: {plan.steps:,} steps in all")
-        return None
-    return train(plan, data, output, nodes, tokenizer, phase, allow_change=allow_change)
+        return
+    ended = train(plan, data, output, nodes, tokenizer, phase, allow_change=allow_change)
+    planned = ("exit_interval", "exit_duration_in_mins")
+    if not (ended or any(each.arguments.get(name) for each in plan.phases for name in planned)):
+        raise typer.Exit(_STOPPED)
 
 
 @app.command()

@@ -185,13 +185,21 @@ class SDPA(MegatronModule):
             scale = self.softmax_scale
             return flash.causal_attention(query, key, value, scale, bounds, longest).flatten(1)
         packed = _pytorch_packed()
-        if packed and query.is_cuda and query.dtype != torch.float32 and not self._drops():
+        if packed and self._pytorch_takes(query):
             scale = self.softmax_scale
             out = packed(query, key, value, bounds, bounds, longest, longest, scale=scale)
             return out.flatten(1)
         lengths = bounds.diff().tolist()
         pieces = zip(*(x.unsqueeze(1).split(lengths) for x in (query, key, value)), strict=True)
         return torch.cat([self._attend(*piece) for piece in pieces]).squeeze(1)
+
+    def _pytorch_takes(self, query: Tensor) -> bool:
+        return (
+            query.is_cuda
+            and query.dtype in (torch.bfloat16, torch.float16)
+            and torch.cuda.get_device_capability(query.device)[0] >= 8
+            and not self._drops()
+        )
 
     def _drops(self) -> bool:
         return bool(self.dropout and self.training)
@@ -279,8 +287,8 @@ class SelfAttention(megatron_attention.SelfAttention):
 
     def forward(self, hidden_states: Tensor, attention_mask: Tensor | None, **more: Any) -> Any:
         """Return the output of the layer, [sequence, batch, hidden], and no bias."""
-        angles = more.get("rotary_pos_emb")
-        if not (hidden_states.is_cuda and torch.is_tensor(angles) and self._is_plain(angles, more)):
+        angles: Any = more.get("rotary_pos_emb")
+        if not self._is_plain(hidden_states, angles, more):
             return super().forward(hidden_states, attention_mask, **more)
         from kaiyuan.megatron import kernels
 
@@ -301,11 +309,13 @@ class SelfAttention(megatron_attention.SelfAttention):
         out = self.core_attention(*packed, packed_seq_params=documents)
         return self.linear_proj(out.unsqueeze(1))
 
-    def _is_plain(self, angles: Tensor, more: dict[str, Any]) -> bool:
+    def _is_plain(self, hidden_states: Tensor, angles: Any, more: dict[str, Any]) -> bool:
         config = self.config
         others = ("inference_context", "inference_params", "attention_bias")
         return (
-            all(more.get(name) is None for name in others)
+            hidden_states.is_cuda
+            and torch.is_tensor(angles)
+            and all(more.get(name) is None for name in others)
             and angles.shape[-1] == self.hidden_size_per_attention_head
             and angles.shape[1:3] == (1, 1)
             and config.num_query_groups >= self.world_size

@@ -6,10 +6,13 @@ from typing import Any
 import megatron.core.datasets.utils as dataset_utils
 import torch
 from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.optimizer import distrib_optimizer
 from megatron.core.optimizer import optimizer as base_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.rerun_state_machine import get_rerun_state_machine
+from megatron.training import training
 
 
 def install() -> None:
@@ -36,6 +39,32 @@ def install() -> None:
     OptimizerParamScheduler.load_state_dict = _with_own_rates(
         OptimizerParamScheduler.load_state_dict
     )
+
+
+def leave_out(args: Any) -> None:
+    """Pass over the data of the steps in ``args.iterations_to_skip``; must run after parsing.
+
+    Megatron's own way does not look whether a phase ends with the step, so that the phase would go
+    on with data of the next; draws data on one tensor-parallel rank alone, though ours read them
+    themselves; and fails where there are several model chunks. Here it is a step that was not
+    taken, like one in fp16 whose gradient overflows.
+    """
+    steps = set(args.iterations_to_skip or ())
+    args.iterations_to_skip = []
+    train_step = training.train_step
+
+    def wrapped(forward: Any, data: Any, *rest: Any, **more: Any) -> Any:
+        if args.curr_iteration + 1 not in steps:
+            return train_step(forward, data, *rest, **more)
+        while get_rerun_state_machine().should_run_forward_backward(data):
+            for batches in data if isinstance(data, list) else [data]:
+                for _ in range(get_num_microbatches()):
+                    next(batches)
+        # no losses, skipped, neither save nor exit, and nothing to log
+        return {}, 1, False, False, None, None, None, 0
+
+    if steps:
+        training.train_step = wrapped
 
 
 def _with_state(sharded_state_dict: Any) -> Any:

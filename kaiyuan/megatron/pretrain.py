@@ -130,6 +130,7 @@ def run(argv: Sequence[str]) -> None:
     mends.install()
     overlap.install()
     args = arguments.parse(argv)
+    mends.leave_out(args)
     model_config = gpt_config_from_args(args)
     if args.transformer_impl == "local":
         model_config.transformer_layer_spec = partial(

@@ -108,7 +108,10 @@ class _Recorder:
     ) -> None:
         if self.last_time is None:
             kept, gone = forget_after(self.path, iteration - 1)
-            self.losses.extend(float(row[COLUMNS.index("loss")]) for row in kept[-_WINDOW:])
+            # A phase's data may have another loss than those of the phase before.
+            same = [row for row in kept if row[COLUMNS.index("phase")] == self.args.phase_name]
+            losses = [float(row[COLUMNS.index("loss")]) for row in same[-_WINDOW:]]
+            self.losses.extend(filter(math.isfinite, losses))
             add_start(self.path.parent, self._start(iteration, gone))
         seconds = None if self.last_time is None else time.perf_counter() - self.last_time
         speed = self._speed(seconds) if seconds else {}
@@ -131,7 +134,8 @@ class _Recorder:
         self._show(iteration, loss, learning_rate, seconds, speed)
         self._track(iteration, {**speed, "phase_samples": position})
         self._check_jump(iteration, loss)
-        self.losses.append(loss)
+        if math.isfinite(loss):
+            self.losses.append(loss)
         self.last_time = time.perf_counter()
 
     def _start(self, iteration: int, gone: list[list[str]]) -> Start:
