@@ -41,17 +41,31 @@ DERIVED = (
     *("save", "load", "record_to", "override_opt_param_scheduler", "measure_to"),
     *("measure_seconds", "exit_on_missing_checkpoint"),
 )
-_COMPUTATION = (
-    *("transformer_impl", "no_persist_layer_norm", "no_rope_fusion", "no_masked_softmax_fusion"),
-    *("no_bias_gelu_fusion", "no_bias_swiglu_fusion", "no_bias_dropout_fusion"),
-    *("no_gradient_accumulation_fusion", "use_cpu_initialization", "deterministic_mode"),
-    *("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules"),
-    *("recompute_activations", "distribute_saved_activations", "empty_unused_memory_level"),
-    *("manual_gc", "manual_gc_interval", "no_manual_gc_eval", "disable_jit_fuser"),
+# What is computed, and on what, in which steps: a run that goes on has to keep it.
+_PRECISION = (
     *("bf16", "fp16", "loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window"),
     *("hysteresis", "accumulate_allreduce_grads_in_fp32", "grad_reduce_in_bf16"),
 )
+_SCHEDULE = (
+    *("seed", "use_cpu_initialization", "pretrained_checkpoint", "global_batch_size"),
+    *("optimizer", "adam_beta1", "adam_beta2", "adam_eps", "weight_decay", "clip_grad"),
+    *("lr", "min_lr", "lr_warmup_samples", "lr_decay_style", "lr_decay_samples"),
+    *("lr_wsd_decay_style", "lr_wsd_decay_samples", "start_weight_decay", "end_weight_decay"),
+    *("weight_decay_incr_style", "reset_attention_mask", "reset_position_ids", "eod_mask_loss"),
+    *("eval_iters", "ckpt_format"),
+)
+# By which kernels, and what is kept for the backward: the same but for rounding.
+_KERNELS = (
+    *("transformer_impl", "no_persist_layer_norm", "no_rope_fusion", "no_masked_softmax_fusion"),
+    *("no_bias_gelu_fusion", "no_bias_swiglu_fusion", "no_bias_dropout_fusion"),
+    *("no_gradient_accumulation_fusion", "deterministic_mode", "disable_jit_fuser"),
+    *("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules"),
+    *("recompute_activations", "distribute_saved_activations", "empty_unused_memory_level"),
+    *("manual_gc", "manual_gc_interval", "no_manual_gc_eval"),
+)
+# How the work is divided.
 _LAYOUT = (
+    *("micro_batch_size", "num_workers", "data_cache_path"),
     *("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"),
     *("sequence_parallel", "num_layers_per_virtual_pipeline_stage"),
     *("num_virtual_stages_per_pipeline_rank", "microbatch_group_size_per_virtual_pipeline_stage"),
@@ -65,23 +79,17 @@ _LAYOUT = (
     *("distributed_backend", "distributed_timeout_minutes", "nccl_communicator_config_path"),
     *("disable_gloo_process_groups", "tp_comm_overlap", "tp_comm_overlap_cfg"),
 )
-_SCHEDULE = (
-    *("seed", "micro_batch_size", "global_batch_size", "optimizer", "adam_beta1", "adam_beta2"),
-    *("adam_eps", "weight_decay", "clip_grad", "lr", "min_lr", "lr_warmup_samples"),
-    *("lr_decay_style", "lr_decay_samples", "lr_wsd_decay_style", "lr_wsd_decay_samples"),
-    *("start_weight_decay", "end_weight_decay", "weight_decay_incr_style"),
+# What is done about faults, when it ends, and how it is saved.
+_FAULTS = (
     *("iterations_to_skip", "max_loss_jump", "rerun_mode", "no_check_for_nan_in_loss_and_grad"),
     *("check_for_large_grads", "check_weight_hash_across_dp_replicas_interval"),
-    *("reset_attention_mask", "reset_position_ids", "eod_mask_loss", "num_workers"),
-    *("eval_iters", "eval_interval", "exit_interval", "exit_duration_in_mins"),
-    "exit_signal_handler",
 )
+_ENDS = ("exit_interval", "exit_duration_in_mins", "exit_signal_handler", "eval_interval")
 _CHECKPOINTS = (
-    *("save_interval", "save_retain_interval", "ckpt_format", "data_cache_path"),
+    *("save_interval", "save_retain_interval"),
     *("dist_ckpt_optim_fully_reshardable", "distrib_optim_fully_reshardable_mem_efficient"),
     *("no_ckpt_fully_parallel_save", "ckpt_fully_parallel_load", "dist_ckpt_workers"),
     *("ckpt_assume_constant_structure", "ckpt_fully_parallel_load_exchange_algo"),
-    "pretrained_checkpoint",
 )
 _RECORDS = (
     *("log_interval", "log_throughput", "log_params_norm", "log_num_zeros_in_grad"),
@@ -94,4 +102,7 @@ _RECORDS = (
     *("use_pytorch_profiler", "pytorch_profiler_collect_shapes", "record_shapes", "nvtx_ranges"),
     *("pytorch_profiler_collect_callstack", "record_memory_history", "memory_snapshot_path"),
 )
-ACCEPTED = MODEL.union(_COMPUTATION, _LAYOUT, _SCHEDULE, _CHECKPOINTS, _RECORDS)
+# What may be another in a run that goes on: the same is trained, on the same samples, in the same
+# order and number of steps, but for those that are left out on purpose after a jump of the loss.
+CHANGEABLE = frozenset((*_KERNELS, *_LAYOUT, *_FAULTS, *_ENDS, *_CHECKPOINTS, *_RECORDS))
+ACCEPTED = MODEL.union(_PRECISION, _SCHEDULE, CHANGEABLE)

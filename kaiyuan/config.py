@@ -119,6 +119,9 @@ def load_params(model: str, overrides: Sequence[str] = (), overlay: Path | None 
     differing = _mapping(hparams.pop("phases", {}), "hparams.yaml: phases")
     if data:
         raise UserError(f"data.yaml knows only the key phases, not {next(iter(data))!r}")
+    for key in model_args:
+        if key in hparams:
+            raise UserError(f"{key} stands in model.yaml and in hparams.yaml: give it once")
     for name in differing:
         if name not in phases:
             raise UserError(f"hparams.yaml speaks of {name!r}, which data.yaml does not list")
@@ -158,7 +161,16 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads 5e-3 as a number, as YAML 1.2 does; YAML 1.1 wants 5.0e-3."""
+    """Reads 5e-3 as a number, as YAML 1.2 does (YAML 1.1 wants 5.0e-3), and each key once."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        own = [key for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]
+        names = [self.construct_object(key, deep) for key in own]
+        for i, name in enumerate(names):
+            if name in names[:i]:
+                mark = own[i].start_mark
+                raise yaml.constructor.ConstructorError(None, None, f"{name} stands twice", mark)
+        return super().construct_mapping(node, deep)
 
 
 _Loader.add_implicit_resolver(

@@ -18,6 +18,7 @@ from kaiyuan.estimate import (
 )
 from kaiyuan.plan import Plan
 from kaiyuan.profiling.estimate import Rates, memory_table, step_time
+from kaiyuan.profiling.stages import layers_of_stages
 from kaiyuan.progress import counted
 
 
@@ -56,7 +57,7 @@ def plan_summary(
         "tokens": tokens,
         "learning_rate_knots": learning_rate_knots(plan),
         "batch": layout,
-        "memory_bytes_a_gpu": memory_table(a, layout["data parallel"] * layout["context parallel"]),
+        "memory_bytes_a_gpu": memory_table(a, layout["data parallel"]),
         "flops_a_token": flops_per_token(a),
         "tflops_a_gpu": tflops,
         "hours": seconds / 3600,
@@ -97,7 +98,7 @@ def batch_layout(arguments: dict[str, Any], gpus: int) -> dict[str, int]:
     """Return how a global batch is split among GPUs.
 
     Raises:
-        UserError: it cannot be split evenly.
+        UserError: it, or the layers among pipeline stages, cannot be split evenly.
     """
     a = arguments
     tp = a.get("tensor_model_parallel_size", 1)
@@ -109,6 +110,7 @@ def batch_layout(arguments: dict[str, Any], gpus: int) -> dict[str, int]:
             f"{gpus} processes cannot be split into groups of {tp} x {pp} x {cp} "
             "(tensor_model_parallel_size x pipeline_model_parallel_size x context_parallel_size)"
         )
+    layers_of_stages(a)
     dp = gpus // model_processes(a)
     if batch % (micro * dp):
         raise UserError(

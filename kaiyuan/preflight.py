@@ -24,7 +24,7 @@ from kaiyuan.estimate import checkpoint_bytes
 from kaiyuan.plan import PhasePlan, Plan, converted_phase, make_plan
 from kaiyuan.plan_summary import batch_layout, kept_checkpoints, model_processes
 from kaiyuan.progress import human_bytes
-from kaiyuan.runfolder import arguments_hash, latest_step, recorded, to_record
+from kaiyuan.runfolder import RUN_FILE, arguments_hash, latest_step, recorded, to_record
 from kaiyuan.train import Nodes, check_layout, chosen_phases
 
 
@@ -205,8 +205,20 @@ def _check_start(plan: Plan, run: Path) -> None:
         ModelTensors(TorchDistCheckpoint(folder), sizes_of(info))
 
 
+# What a training that came to nothing may leave, beside hidden files.
+_BEGUN = {CHECKPOINTS, "logs", "cache", "tensorboard", "wandb", "loss.csv", "starts.jsonl"}
+
+
 def _check_output(run: Path) -> None:
-    """Write to the nearest folder that exists; a file is none."""
+    """Write to the nearest folder that exists; a file is none, and another's folder neither."""
+    if run.is_dir() and not (run / RUN_FILE).exists():
+        names = {path.name for path in run.iterdir() if not path.name.startswith(".")}
+        foreign = sorted(names - _BEGUN)
+        if foreign:
+            raise UserError(
+                f"{run} holds {foreign[0]} and no {RUN_FILE}: it is no run of kaiyuan's; give a "
+                "new folder with --output"
+            )
     try:
         with tempfile.TemporaryFile(dir=_existing(run)):
             pass

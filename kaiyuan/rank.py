@@ -2,8 +2,7 @@
 
     python -m kaiyuan.rank --num-layers 28 ... --data-path data/phase1
 
-It imports nothing heavy at its top: a process that Megatron spawns, as an asynchronous checkpoint
-writer does, loads this module again.
+It imports nothing heavy at its top, because the launcher takes its marks from here.
 """
 
 import multiprocessing
@@ -14,7 +13,6 @@ import traceback
 from typing import NoReturn
 
 from kaiyuan.errors import UserError
-from kaiyuan.processes import end_with
 
 # The launcher shows lines with these marks; all others go to the log only.
 MARK = "[kaiyuan] "
@@ -55,18 +53,9 @@ def main() -> None:
         _leave(1)
 
 
-def help_rank() -> None:
-    """Ready a process that a rank spawned, such as an asynchronous checkpoint writer.
-
-    Slurm sends its SIGTERM to all processes of a job, and the save that follows needs that one.
-    """
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    end_with(os.getppid())
-
-
 def _leave(code: int) -> NoReturn:
     """End at once: other ranks may wait in a collective that will never come."""
-    for child in multiprocessing.active_children():  # a checkpoint writer, loader workers
+    for child in multiprocessing.active_children():  # loader workers
         child.kill()
     os._exit(code)
 
@@ -105,9 +94,6 @@ def _not_finite() -> str:
         f"iterations_to_skip=[{step}] rerun_mode=disabled"
     )
 
-
-if __name__ == "__mp_main__":
-    help_rank()
 
 if __name__ == "__main__":
     main()

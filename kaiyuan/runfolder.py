@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from kaiyuan import __version__
-from kaiyuan.accepted import SHAPE
+from kaiyuan.accepted import CHANGEABLE, SHAPE
 from kaiyuan.errors import UserError
 from kaiyuan.files import atomic_write, read_manifest, sha256_of_json, write_manifest
 from kaiyuan.plan import PhasePlan, Plan
@@ -28,36 +28,8 @@ CHECKPOINTS = "checkpoints"
 _LOCK_SECONDS = 20.0
 TRACKER = "latest_checkpointed_iteration.txt"
 
-# Arguments that say how the work is laid out and reported, not what is computed; these may change
-# when a run goes on. So may the steps that are left out after a loss jumped.
-_LAYOUT = {
-    "micro_batch_size",
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "num_layers_per_virtual_pipeline_stage",
-    "sequence_parallel",
-    "use_distributed_optimizer",
-    "overlap_grad_reduce",
-    "overlap_param_gather",
-    "transformer_impl",
-    "num_workers",
-    "exit_interval",
-    "exit_duration_in_mins",
-    "save_interval",
-    "save_retain_interval",
-    "log_interval",
-    "log_throughput",
-    "tensorboard_dir",
-    "wandb_project",
-    "wandb_exp_name",
-    "wandb_save_dir",
-    "iterations_to_skip",
-    "max_loss_jump",
-    "rerun_mode",
-    # These follow from the steps of the phases, which are compared themselves.
-    "train_samples",
-    "phase_transition_iterations",
-}
+# These follow from the steps of the phases, which are compared themselves.
+_DERIVED = frozenset(("train_samples", "phase_transition_iterations"))
 
 
 def latest_step(run: Path) -> int:
@@ -71,7 +43,7 @@ def latest_step(run: Path) -> int:
         text = tracker.read_text().strip()
     except (FileNotFoundError, NotADirectoryError):
         return 0
-    if not text.isdigit():
+    if not text.isdecimal():
         raise UserError(f"{tracker} should hold a number, not {text!r}")
     return int(text)
 
@@ -96,7 +68,7 @@ def settle_checkpoints(run: Path) -> list[str]:
     done = []
     steps: dict[int, Path] = {}
     for path in sorted(folder.glob("iter_*")):
-        if not path.name.removeprefix("iter_").isdigit():
+        if not path.name.removeprefix("iter_").isdecimal():
             continue  # an export or an evaluation, which lie beside their checkpoint
         # Megatron writes this file when all others are on the disk.
         if (path / "metadata.json").is_file():
@@ -194,7 +166,7 @@ def describe(plan: Plan, tokenizer: Path | None = None) -> dict[str, Any]:
 
 
 def _describe_phase(phase: PhasePlan) -> dict[str, Any]:
-    arguments = {k: v for k, v in phase.arguments.items() if k not in _LAYOUT}
+    arguments = _lasting(phase.arguments)
     if arguments.get("lr_decay_style") == "constant":
         # Of no effect then; it is the end of the whole training, which later phases may move.
         del arguments["lr_decay_samples"]
@@ -208,6 +180,11 @@ def _describe_phase(phase: PhasePlan) -> dict[str, Any]:
         "steps": phase.steps,
         "arguments": arguments,
     }
+
+
+def _lasting(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments that a run has to keep."""
+    return {k: v for k, v in arguments.items() if k not in CHANGEABLE | _DERIVED}
 
 
 def arguments_hash(plan: Plan) -> str:
@@ -290,6 +267,8 @@ def _phases(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[tuple[An
     if names[0] != names[1]:
         return
     for a, b in zip(old["phases"], new["phases"], strict=True):
+        # A version that let less change has noted more.
+        a = {**a, "arguments": _lasting(a["arguments"])}
         if a["content_hash"] is None:  # its data was not there yet
             yield a["arguments"], b["arguments"], f"{a['name']} arguments"
         else:

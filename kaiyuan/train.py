@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -41,12 +42,29 @@ class Nodes:
         nodes: number of machines.
         rank: of this machine, from 0.
         address: host and port of the first machine, where there are several.
+
+    Raises:
+        UserError: the machines could not meet by these.
     """
 
     processes: int = 1
     nodes: int = 1
     rank: int = 0
     address: str = ""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.nodes:
+            raise UserError(
+                f"--node-rank counts machines from 0: it must be below --nnodes ({self.nodes}), "
+                f"not {self.rank}"
+            )
+        if self.nodes > 1:
+            host, _, port = self.address.rpartition(":")
+            if not (host and port.isascii() and port.isdecimal() and 0 < int(port) < 2**16):
+                raise UserError(
+                    "several machines meet at the first one: its HOST:PORT must be given with "
+                    f"--master, not {self.address!r}"
+                )
 
     def command(self) -> list[str]:
         """Return the command that starts the processes of this machine."""
@@ -113,7 +131,7 @@ def train(
                 say(sentence)
             stack.enter_context(while_recorded(plan, run, tokenizer, allow_change))
         for phase in chosen:
-            done = latest_step(run)
+            done = _steps_done(run, nodes)
             if done >= phase.last_step:
                 say(f"{phase.name}: done ({phase.last_step} steps)")
                 continue
@@ -129,6 +147,15 @@ def train(
                 say(f"stopped and saved at step {step}")
                 return False
     return True
+
+
+def _steps_done(run: Path, nodes: Nodes) -> int:
+    """Return the run's steps; machine 0 may be mending its tracker while the others read it."""
+    for _ in range(20 if nodes.rank else 0):
+        with contextlib.suppress(UserError):
+            return latest_step(run)
+        time.sleep(0.5)
+    return latest_step(run)
 
 
 def phase_arguments(phase: PhasePlan, data: Path, run: Path) -> list[str]:
@@ -282,8 +309,9 @@ def failure_of(
         return None
     where = f"the log is {log.path}, and the same command goes on from step {saved}"
     killed = heard.killed_by or (_signal_name(-code) if code < 0 else "")
-    # Before the errors: when a rank is killed, the others complain of a lost connection.
-    if killed and not asked:
+    # Before the errors: when a rank is killed, the others complain of a lost connection. But by
+    # SIGTERM torchrun itself ends the others, when one has failed.
+    if killed and not asked and not (killed == "SIGTERM" and heard.errors):
         return f"{phase} was killed by {killed}; {where}"
     if log.problem:
         return (

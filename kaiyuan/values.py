@@ -16,8 +16,15 @@ _COUNTS = (
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups"),
     *("kv_channels", "seq_length", "max_position_embeddings"),
     *("vocab_size", "make_vocab_size_divisible_by", "micro_batch_size", "global_batch_size"),
-    *("tensor_model_parallel_size", "pipeline_model_parallel_size", "save_interval"),
-    *("eval_interval", "log_interval", "lr_decay_samples", "lr_wsd_decay_samples", "seed"),
+    *("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"),
+    *("save_interval", "eval_interval", "log_interval", "lr_decay_samples"),
+    *("lr_wsd_decay_samples", "seed"),
+)
+# The same, or none.
+_OPTIONAL_COUNTS = (
+    *("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"),
+    *("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
+    *("recompute_num_layers", "save_retain_interval", "exit_interval"),
 )
 # Finite numbers from 0 on.
 _AMOUNTS = (
@@ -47,7 +54,8 @@ def check_values(arguments: Mapping[str, Any], where: str) -> None:
         UserError: a value has the wrong type or range, or two of them do not fit together.
     """
     for key, value in arguments.items():
-        if key in _COUNTS and not (is_whole(value) and value >= 1):
+        counts = key in _COUNTS or (key in _OPTIONAL_COUNTS and value is not None)
+        if counts and not (is_whole(value) and value >= 1):
             raise UserError(f"{where}: {key} must be a whole number from 1 on, not {value!r}")
         if key in _AMOUNTS and value is not None and not _is_amount(value):
             raise UserError(f"{where}: {key} must be a number from 0 on, not {value!r}")
@@ -64,9 +72,22 @@ def check_values(arguments: Mapping[str, Any], where: str) -> None:
     workers = arguments.get("num_workers")
     if workers is not None and not (is_whole(workers) and workers >= 0):
         raise UserError(f"{where}: num_workers must be a whole number from 0 on, not {workers!r}")
+    _check_kinds(arguments, where)
     if arguments.get("lr") is None:
         raise UserError(f"{where}: lr must be given")
     _check_fit(arguments, where)
+
+
+def _check_kinds(a: Mapping[str, Any], where: str) -> None:
+    given = a.get("recompute_modules") or []
+    modules = [given] if isinstance(given, str) else given
+    if not (isinstance(modules, list) and all(isinstance(name, str) for name in modules)):
+        raise UserError(f"{where}: recompute_modules must be a list of names, not {_yaml(given)}")
+    layout = a.get("pipeline_model_parallel_layout")
+    if layout is not None and not isinstance(layout, str):
+        raise UserError(
+            f"{where}: pipeline_model_parallel_layout must be text, as Et|tL, not {_yaml(layout)}"
+        )
 
 
 def _yaml(value: Any) -> str:

@@ -42,9 +42,6 @@ def install() -> None:
     pretrain.forward_step = forward_step
 
 
-if __name__ == "__mp_main__":
-    rank.help_rank()
-
 if __name__ == "__main__":
     install()
     rank.main()

@@ -100,6 +100,19 @@ def test_a_value_of_the_wrong_type_is_found_by_megatrons_parser(demo, tmp_path):
         ("train_samples=5", "train_samples is set by kaiyuan itself"),
         ("max_samples=true", "must be a positive whole number"),
         ("=5", "is not of the form KEY=VALUE"),
+        *(
+            (f"{name}={value}", f"{name} must be a whole number from 1 on")
+            for name in (
+                *("context_parallel_size", "num_layers_per_virtual_pipeline_stage"),
+                *("num_virtual_stages_per_pipeline_rank", "save_retain_interval"),
+                *("exit_interval", "recompute_num_layers", "decoder_first_pipeline_num_layers"),
+            )
+            for value in ("0", "-1", "x", "1.5")
+        ),
+        ("context_parallel_size=", "context_parallel_size must be a whole number from 1 on"),
+        ("recompute_modules=5", "recompute_modules must be a list of names"),
+        ("recompute_modules=[[mlp]]", "recompute_modules must be a list of names"),
+        ("pipeline_model_parallel_layout=5", "pipeline_model_parallel_layout must be text"),
     ],
 )
 def test_values_that_make_no_sense_are_found_by_the_plan(change, said):
@@ -107,6 +120,14 @@ def test_values_that_make_no_sense_are_found_by_the_plan(change, said):
     with pytest.raises(UserError) as caught:
         cli.app(["plan", "toy", change], standalone_mode=False)
     assert said in str(caught.value)
+
+
+def test_counts_that_need_not_be_given_may_be_taken_back(capsys):
+    cli.app(["plan", "toy"], standalone_mode=False)
+    plain = capsys.readouterr().out
+    optional = ("save_retain_interval=", "exit_interval=", "recompute_num_layers=")
+    cli.app(["plan", "toy", *optional], standalone_mode=False)
+    assert capsys.readouterr().out == plain
 
 
 def test_a_name_may_be_written_with_hyphens():

@@ -1,6 +1,6 @@
 import pytest
 
-from kaiyuan.config import load_params, option, to_argv
+from kaiyuan.config import _load, load_params, option, to_argv
 from kaiyuan.errors import UserError
 
 
@@ -58,6 +58,21 @@ def test_a_folder_of_a_models_name_does_not_hide_the_model(tmp_path, monkeypatch
     (tmp_path / "toy").mkdir()
     monkeypatch.chdir(tmp_path)
     assert load_params("toy").model["num_layers"] == 4
+
+
+def test_a_key_that_is_given_twice(make_params):
+    folder = make_params(["phase1"])
+    path = folder / "model.yaml"
+    plain = path.read_text()
+    path.write_text(f"{plain}num_layers: 5\n")
+    with pytest.raises(UserError, match=r"model.yaml is not valid YAML: num_layers stands twice"):
+        load_params(str(folder))
+    path.write_text(f"{plain}weight_decay: 0.2\n")
+    with pytest.raises(UserError, match=r"weight_decay stands in model.yaml and in hparams.yaml"):
+        load_params(str(folder))
+    # A merged key may be changed, as YAML has it.
+    path.write_text(plain)
+    assert _load("a: &a {x: 1, y: 2}\nb: {<<: *a, x: 3}", "it")["b"] == {"x": 3, "y": 2}
 
 
 def test_a_file_that_is_no_yaml(make_params):

@@ -190,25 +190,3 @@ def test_a_run_cannot_go_on_with_another_plan(demo, two_phases, begun):
     plan = make_plan(load_params(str(two_phases), [*SHORT, "phase3.lr=1e-2"]), data)
     with pytest.raises(UserError, match=r"phase3 arguments lr was 0\.003 and is now"):
         train_plan(plan, data, begun)
-
-
-def test_what_a_rank_spawned_ends_with_it():
-    # spawn gives the child the main module of its parent, here kaiyuan.rank as in a training.
-    story = (
-        "import multiprocessing, sys, time; from kaiyuan import rank;"
-        "sys.modules['__main__'].__spec__ = rank.__spec__;"
-        "child = multiprocessing.get_context('spawn').Process(target=time.sleep, args=(60,));"
-        "child.start(); print(child.pid, flush=True); time.sleep(60)"
-    )
-    parent = subprocess.Popen([sys.executable, "-c", story], stdout=subprocess.PIPE, text=True)
-    child = Path("/proc", parent.stdout.readline().strip())
-    time.sleep(1)  # it imports the main module before it sleeps
-    assert child.exists()
-    parent.kill()
-    parent.wait()  # not for the end of its output, which the child holds open
-    for _ in range(30):
-        if not child.exists():
-            return
-        time.sleep(0.1)
-    os.kill(int(child.name), signal.SIGKILL)
-    raise AssertionError("the child of a killed rank lives on")

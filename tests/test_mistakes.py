@@ -140,6 +140,40 @@ def test_phases_that_are_not_converted_are_named_at_once(tmp_path):
         _check_converted(make_plan(load_params("toy"), tmp_path).phases, tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--nnodes", "2"), "must be given with --master, not ''"),
+        (("--nnodes", "2", "--master", "host"), "its HOST:PORT must be given"),
+        (("--nnodes", "2", "--master", ":29500"), "its HOST:PORT must be given"),
+        (("--nnodes", "2", "--master", "host:70000"), "its HOST:PORT must be given"),
+        (("--nnodes", "2", "--master", "host:²"), "its HOST:PORT must be given"),
+        (
+            ("--nnodes", "2", "--master", "host:29500", "--node-rank", "2"),
+            "below --nnodes (2), not 2",
+        ),
+        (("--node-rank", "1"), "below --nnodes (1), not 1"),
+    ],
+)
+@pytest.mark.parametrize("last", ["--check", "--dry-run"])
+def test_machines_that_could_not_meet_are_found_before_training(
+    demo, tmp_path, options, said, last
+):
+    argv = ["train", "toy", "--data", str(demo.folder / "data"), "--output", str(tmp_path / "run")]
+    with pytest.raises(UserError) as caught:
+        cli.app([*argv, "micro_batch_size=4", *options, last], standalone_mode=False)
+    assert said in str(caught.value)
+
+
+def test_machines_meet_at_the_first_one():
+    command = Nodes(8, 2, 1, "machine0:29500").command()
+    assert command[3:8] == [
+        *("--nnodes=2", "--nproc-per-node=8"),
+        *("--master-addr=machine0", "--master-port=29500", "--node-rank=1"),
+    ]
+    Nodes(8, 1, 0, "machine0:29500")  # as a job of one machine gives it, too
+
+
 def test_layers_that_are_not_installed_are_named():
     with pytest.raises(UserError, match="transformer_engine, but that package is not installed"):
         _check_packages(load_params("toy", ["transformer_impl=transformer_engine"]))
@@ -232,6 +266,8 @@ FULL = types.SimpleNamespace(path="the.log", problem="No space left on device")
         (-9, False, 5, _Heard(step=7), LOG, "phase1 was killed by SIGKILL; the log is the.log"),
         # Torchrun's code, and what the other ranks say of it.
         (1, False, 5, _Heard(["connection lost"], "SIGBUS", 7), LOG, "was killed by SIGBUS"),
+        (1, False, 0, _Heard(["5 layers, not 4"], "SIGTERM"), LOG, "5 layers, not 4"),
+        (1, False, 5, _Heard([], "SIGTERM", 7), LOG, "was killed by SIGTERM"),
         (2, False, 5, _Heard(["the data differ"], step=7), LOG, "the data differ (the log is"),
         (2, True, 5, _Heard(["the data differ"], step=7), LOG, "the data differ (the log is"),
         (3, False, 5, _Heard(step=7), LOG, "phase1 failed with exit code 3"),

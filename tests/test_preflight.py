@@ -49,6 +49,15 @@ def test_space_is_asked_for_what_the_command_writes(demo, tmp_path):
     preflight(load_params("toy", [*often, "exit_interval=1"]), data, run, Nodes(), only="phase1")
 
 
+def test_a_run_is_not_begun_in_the_folder_of_something_else(demo, tmp_path):
+    data = demo.folder / "data"
+    for folder, held in ((data, "phase1"), (demo.folder / "model", "README.md")):
+        said = findings(data, folder)
+        assert f"{folder} holds {held} and no run.json: it is no run of kaiyuan's" in said
+    (tmp_path / "run" / "logs").mkdir(parents=True)  # of a start that failed
+    preflight(load_params("toy"), data, tmp_path / "run", Nodes())
+
+
 def test_the_step_at_which_a_command_ends(demo):
     def ends(*overrides, only=None, done=0):
         plan = make_plan(load_params("toy", overrides), demo.folder / "data")

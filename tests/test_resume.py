@@ -1,6 +1,8 @@
 """Interrupted runs end as if they had not been: the same losses, the same samples, in order."""
 
 import contextlib
+import dataclasses
+import json
 import os
 import pickle
 import resource
@@ -11,11 +13,22 @@ from pathlib import Path
 
 import pytest
 
-from kaiyuan.config import load_params
+from kaiyuan.accepted import ACCEPTED, FIXED, MODEL
+from kaiyuan.config import argument_names, load_params, option
 from kaiyuan.data.samples import OrderedDataset
 from kaiyuan.errors import UserError
+from kaiyuan.files import write_manifest
 from kaiyuan.plan import make_plan
-from kaiyuan.runfolder import TRACKER, latest_step, record, recorded, settle_checkpoints
+from kaiyuan.profiling.grid import GROUPS
+from kaiyuan.runfolder import (
+    RUN_FILE,
+    TRACKER,
+    latest_step,
+    record,
+    recorded,
+    settle_checkpoints,
+    to_record,
+)
 
 from .engine import losses, records, samples, start, steps_done, train, wait_for
 
@@ -147,7 +160,7 @@ def copy(uninterrupted, tmp_path):
     return tmp_path / "run"
 
 
-@pytest.mark.parametrize("text", ["", "9", "1000", "nonsense", None])
+@pytest.mark.parametrize("text", ["", "9", "1000", "nonsense", "²", None])
 def test_a_wrong_tracker_is_mended(copy, text):
     tracker = copy / "checkpoints" / TRACKER
     tracker.unlink() if text is None else tracker.write_text(text)
@@ -170,10 +183,11 @@ def test_a_truncated_checkpoint_is_not_chosen(copy):
 
 
 def test_what_lies_beside_a_checkpoint_is_left_alone(copy):
-    beside = copy / "checkpoints" / "iter_0000010-hf-0123456789ab"
-    beside.mkdir()
+    names = ("iter_0000010-hf-0123456789ab", "iter_²")
+    for name in names:
+        (copy / "checkpoints" / name).mkdir()
     assert settle_checkpoints(copy) == []
-    assert beside.is_dir()
+    assert all((copy / "checkpoints" / name).is_dir() for name in names)
 
 
 def test_a_checkpoint_without_a_part_of_the_model_is_not_taken_for_a_full_disk(params, data, copy):
@@ -227,6 +241,63 @@ def test_another_length_of_the_decay_is_refused(tmp_path):
     changed = make_plan(load_params("toy", ["phase5.lr_wsd_decay_samples=80"]))
     with pytest.raises(UserError, match=r"phase5 arguments lr_wsd_decay_samples was \d+ and"):
         record(changed, run)
+
+
+# What is computed, on which samples, in how many steps. All else says how, and where.
+TRAINED = {
+    *MODEL,
+    *FIXED,
+    *("bf16", "fp16", "loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window"),
+    *("hysteresis", "accumulate_allreduce_grads_in_fp32", "grad_reduce_in_bf16"),
+    *("use_cpu_initialization", "pretrained_checkpoint", "seed", "global_batch_size"),
+    *("adam_beta1", "adam_beta2", "adam_eps", "weight_decay", "clip_grad"),
+    *("lr", "min_lr", "lr_warmup_samples", "lr_decay_style", "lr_decay_samples"),
+    *("lr_wsd_decay_style", "lr_wsd_decay_samples", "start_weight_decay", "end_weight_decay"),
+    *("weight_decay_incr_style", "reset_attention_mask", "reset_position_ids", "eod_mask_loss"),
+}
+
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory):
+    """A run of the toy's plan at step 1, and that plan."""
+    run, plan = tmp_path_factory.mktemp("begun") / "run", make_plan(load_params("toy"))
+    (run / "checkpoints").mkdir(parents=True)
+    record(plan, run)
+    (run / "checkpoints" / TRACKER).write_text("1")
+    return run, plan
+
+
+@pytest.mark.parametrize("name", sorted(ACCEPTED))
+def test_all_that_does_not_change_what_is_trained_may_change(begun, name):
+    run, plan = begun
+    *before, last = plan.phases
+    is_flag = name == "sandwich_norm" or argument_names().get(option(name)) == "flag"
+    value = not last.arguments.get(name) if is_flag else "another"
+    last = dataclasses.replace(last, arguments={**last.arguments, name: value})
+    changed = dataclasses.replace(plan, phases=(*before, last))
+    if name in TRAINED:
+        with pytest.raises(UserError, match=rf"phase5 arguments {name} was .* and is now"):
+            to_record(changed, run)
+    else:
+        to_record(changed, run)
+
+
+def test_a_run_goes_on_with_what_the_documentation_offers(params, data, copy):
+    layouts = [
+        ["context_parallel_size=2"],
+        ["pipeline_model_parallel_size=2", "pipeline_model_parallel_layout=Et*2|t*2L"],
+        ["profile=true", "use_pytorch_profiler=true", "profile_step_end=102", "profile_ranks=[0]"],
+        ["distributed_timeout_minutes=10"],
+        [f"{k}={json.dumps(v)}" for k, v in GROUPS["recompute"]["mlp"].items()],
+        [f"{k}={json.dumps(v)}" for k, v in GROUPS["recompute"]["full"].items()],
+    ]
+    for changes in layouts:
+        record(make_plan(load_params(str(params), [*SHORT, *changes]), data), copy)
+    # A version before this one noted what may change, too.
+    body = {k: v for k, v in recorded(copy).items() if k not in ("kind", "seal")}
+    body["phases"][0]["arguments"]["context_parallel_size"] = 2
+    write_manifest(copy, "run", body, RUN_FILE)
+    record(make_plan(load_params(str(params), SHORT), data), copy)
 
 
 def test_the_layout_may_change_and_a_phase_may_get_its_data_later(params, data, tmp_path, copy):

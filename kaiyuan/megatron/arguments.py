@@ -9,10 +9,14 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NoReturn
 
 from megatron.core.num_microbatches_calculator import destroy_num_microbatches_calculator
+from megatron.training.argument_utils import (
+    gpt_config_from_args,
+    pretrain_cfg_container_from_args,
+)
 from megatron.training.arguments import add_megatron_arguments, parse_and_validate_args
 from megatron.training.global_vars import destroy_global_vars
 
@@ -80,16 +84,24 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     before = sys.argv
     sys.argv = [before[0], *argv]
     try:
-        args = parse_and_validate_args(extra_args_provider=add_own_arguments)
+        with _refusals():
+            args = parse_and_validate_args(extra_args_provider=add_own_arguments)
+    finally:
+        sys.argv = before
+    _check_document_masks(args)
+    return args
+
+
+@contextlib.contextmanager
+def _refusals() -> Iterator[None]:
+    """Say in one sentence what Megatron has against its arguments."""
+    try:
+        yield
     except (AssertionError, ValueError, RuntimeError) as error:
         # Some of its assertions say nothing; their line says what had to hold.
         text = str(error) or traceback.extract_tb(error.__traceback__)[-1].line or ""
         reason = re.sub(r"\s+", " ", text)
         raise UserError(f"Megatron refuses this combination of arguments: {reason}") from error
-    finally:
-        sys.argv = before
-    _check_document_masks(args)
-    return args
 
 
 def _check_document_masks(args: argparse.Namespace) -> None:
@@ -124,7 +136,9 @@ def refused(phases: dict[str, tuple[int, list[str]]]) -> dict[str, str]:
         destroy_global_vars()
         destroy_num_microbatches_calculator()
         try:
-            parse([*CPU_ARGUMENTS, *argv] if cpu.is_active() else argv)
+            args = parse([*CPU_ARGUMENTS, *argv] if cpu.is_active() else argv)
+            with _refusals():
+                pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
         except UserError as error:
             reasons[name] = str(error)
     return reasons

@@ -15,6 +15,7 @@ from typing import Any
 
 from kaiyuan.errors import UserError
 from kaiyuan.estimate import attention_sizes, padded_vocab_size, parameter_table
+from kaiyuan.profiling.stages import layers_of_stages
 
 Arguments = Mapping[str, Any]
 GIB = 2**30
@@ -43,36 +44,32 @@ class Layout:
         tensor: tensor-parallel size.
         sequence: by how much the residual stream is split.
         pipeline: number of stages.
-        virtual: chunks of layers a stage.
-        layers: of a chunk.
+        chunks: layers of each chunk of each stage.
         tokens: of a micro-batch on one rank.
     """
 
     tensor: int
     sequence: int
     pipeline: int
-    virtual: int
-    layers: int
+    chunks: list[list[int]]
     tokens: int
 
     @classmethod
     def of(cls, a: Arguments) -> "Layout":
         """Return the layout that arguments give."""
         tensor = a.get("tensor_model_parallel_size", 1)
-        pipeline = a.get("pipeline_model_parallel_size", 1)
-        per_stage = max(1, a["num_layers"] // pipeline)
-        chunk = a.get("num_layers_per_virtual_pipeline_stage")
-        virtual = a.get("num_virtual_stages_per_pipeline_rank") or (
-            per_stage // chunk if chunk else 1
-        )
         return cls(
             tensor=tensor,
             sequence=tensor if a.get("sequence_parallel") else 1,
-            pipeline=pipeline,
-            virtual=virtual,
-            layers=max(1, per_stage // virtual),
+            pipeline=a.get("pipeline_model_parallel_size", 1),
+            chunks=layers_of_stages(a),
             tokens=a["micro_batch_size"] * a["seq_length"] // a.get("context_parallel_size", 1),
         )
+
+    @property
+    def virtual(self) -> int:
+        """Return the number of chunks a stage."""
+        return len(self.chunks[0])
 
     def in_flight(self, stage: int, micro_batches: int) -> int:
         """Return the chunks whose activations a stage holds at once at most (1F1B schedule)."""
@@ -127,7 +124,8 @@ def recomputed(a: Arguments) -> set[str]:
 def _modules(a: Arguments) -> list[str]:
     if a.get("recompute_granularity") != "selective" and not a.get("recompute_activations"):
         return []
-    return list(a.get("recompute_modules") or ["core_attn"])  # Megatron's default
+    modules = a.get("recompute_modules") or "core_attn"  # Megatron's default
+    return [modules] if isinstance(modules, str) else list(modules)
 
 
 def _kept_by_layer(a: Arguments) -> float:
@@ -151,25 +149,27 @@ def _full(a: Arguments, layers: int) -> tuple[int, int]:
     return -(-layers // number), min(number, layers)
 
 
-def _chunk_elements(a: Arguments, layout: Layout) -> float:
-    """Return the elements a token that a chunk of layers keeps."""
-    inputs, at_once = _full(a, layout.layers)
-    whole = layout.layers
+def _chunk_elements(a: Arguments, layers: int) -> float:
+    """Return the elements a token that a chunk of so many layers keeps."""
+    inputs, at_once = _full(a, layers)
+    whole = layers
     if at_once:
         whole = whole - inputs if a.get("recompute_method") == "block" else 0
     return inputs * saved_by_layer(a)["input"] + whole * _kept_by_layer(a)
 
 
-def _layer_backward(a: Arguments, layout: Layout) -> float:
-    """Return the elements a token that come and go in the backward of a layer.
+def _layer_backward(a: Arguments, layers: int) -> float:
+    """Return the elements a token that come and go in the backward of a layer of a chunk.
 
     The most is held in SwiGLU's backward: the gradient of the residual stream, and of gate and up;
     what is recomputed is held besides.
     """
+    if not layers:
+        return 0.0
     saved = saved_by_layer(a)
-    inputs, at_once = _full(a, layout.layers)
+    inputs, at_once = _full(a, layers)
     again = sum(saved[name] for name in recomputed(a)) if "mlp" in _modules(a) else 0.0
-    if a.get("recompute_method") == "block" and inputs < layout.layers:
+    if a.get("recompute_method") == "block" and inputs < layers:
         at_once = 0  # the layers that are not redone come first, and hold as much
     if at_once:
         again += at_once * sum(saved.values()) - saved["input"]
@@ -182,8 +182,8 @@ def _stage_parameters(a: Arguments, stage: int) -> float:
     layout, table = Layout.of(a), parameter_table(a)
     embedding, norms = table["token embedding"], table["norms"]
     products = sum(size for part, size in table.items() if part.startswith(("attention", "MLP")))
-    others = sum(table.values()) - products - norms - embedding - table["output layer"]
-    local = products / layout.tensor / layout.pipeline + (norms + others) / layout.pipeline
+    share = sum(layout.chunks[stage]) / a["num_layers"]
+    local = (products / layout.tensor + norms) * share
     if stage == 0:
         local += embedding / layout.tensor
     if stage == layout.pipeline - 1:
@@ -209,22 +209,24 @@ def memory_table(a: Arguments, data_parallel: int) -> dict[str, int]:
 def _stage_memory(a: Arguments, stage: int, data_parallel: int) -> dict[str, int]:
     layout, width = Layout.of(a), _width(a)
     parameters = _stage_parameters(a, stage)
-    shards = data_parallel if a.get("use_distributed_optimizer") else 1
+    shards = _copies(a, data_parallel) if a.get("use_distributed_optimizer") else 1
     gradient = _gradient_width(a)
     micro_batches = max(1, a["global_batch_size"] // (a["micro_batch_size"] * data_parallel))
-    chunk = layout.tokens * width * _chunk_elements(a, layout)
-    activations = chunk * layout.in_flight(stage, micro_batches)
+    layers = layout.chunks[stage]
+    chunks = [layout.tokens * width * _chunk_elements(a, number) for number in layers]
+    # More are in flight than there are, so that all of them are, about as often.
+    activations = sum(chunks) / len(chunks) * layout.in_flight(stage, micro_batches)
     rows = padded_vocab_size(a) / layout.tensor
     hidden = a["hidden_size"]
     table = rows * hidden * width  # a gradient of the embedding or the output layer
     # What is held besides, at the moments that can be the peak, with the activations then.
     moments: list[tuple[float, float, float]] = [
-        (activations, 0, layout.tokens * width * _layer_backward(a, layout)),
+        (activations, 0, layout.tokens * width * _layer_backward(a, max(layers))),
         # A fp32 copy of the gradients, where they are not fp32, at the optimizer's step.
         (0, 0, parameters * 4 / shards if gradient < 4 else 0),
     ]
     if stage == 0:
-        moments.append((activations - chunk, 0, table + layout.tokens * width * hidden))
+        moments.append((activations - chunks[0], 0, table + layout.tokens * width * hidden))
     if stage == layout.pipeline - 1:
         # The logits, whose gradient takes their place, between input and output of the final norm,
         # the gradient of the latter, and one for the weight, which is made though not read.
@@ -243,6 +245,11 @@ def _stage_memory(a: Arguments, stage: int, data_parallel: int) -> dict[str, int
         "gradients and recomputed layers in flight": round(work),
         "workspaces": round(_WORKSPACES + gathered),
     }
+
+
+def _copies(a: Arguments, data_parallel: int) -> int:
+    """Return the ranks that have the same parameters: those with other samples or other tokens."""
+    return data_parallel * int(a.get("context_parallel_size", 1))
 
 
 def _gradient_width(a: Arguments) -> int:
@@ -303,20 +310,21 @@ def step_time(a: Arguments, data_parallel: int, rates: Rates | None = None) -> S
     # The pipeline fills and empties once a step; virtual stages shorten it.
     bubble = micro_batch * (layout.pipeline - 1) / layout.virtual
     parameters = max(_stage_parameters(a, stage) for stage in range(layout.pipeline))
-    shards = data_parallel if a.get("use_distributed_optimizer") else 1
+    copies = _copies(a, data_parallel)
+    shards = copies if a.get("use_distributed_optimizer") else 1
     # Norm of the gradients, scaling, AdamW on four fp32 values, weights: 42 bytes each; the
     # gradients are set to zero.
     optimizer = parameters * (42 / shards + _gradient_width(a)) / rates.bytes
-    rest = bubble + optimizer + rates.idle + _reduction(a, parameters, data_parallel, stages, rates)
+    rest = bubble + optimizer + rates.idle + _reduction(a, parameters, copies, stages, rates)
     return StepTime(micro_batch * rates.slowdown, rest * rates.slowdown)
 
 
 def _stage_seconds(a: Arguments, stage: int, rates: Rates) -> float:
     """Return the seconds of a micro-batch on a stage."""
     layout, width = Layout.of(a), _width(a)
-    layers = layout.layers * layout.virtual
+    layers = sum(layout.chunks[stage])
     table = parameter_table(a)
-    again = _redone_layers(a, layout)
+    again = sum(_redone_layers(a, number) for number in layout.chunks[stage])
     # Operations: forward twice a parameter and token, backward twice as many.
     attention_weights = table["attention: query, key, value"] + table["attention: output"]
     mlp = table["MLP: gate and up"] + table["MLP: down"]
@@ -346,13 +354,12 @@ def _stage_seconds(a: Arguments, stage: int, rates: Rates) -> float:
     return seconds + per_batch / rates.bytes + _tensor_parallel(a, layout, layers + again, rates)
 
 
-def _redone_layers(a: Arguments, layout: Layout) -> float:
-    """Return the layers of a stage whose forward is done again as a whole."""
-    inputs, at_once = _full(a, layout.layers)
+def _redone_layers(a: Arguments, layers: int) -> int:
+    """Return the layers of a chunk whose forward is done again as a whole."""
+    inputs, at_once = _full(a, layers)
     if not at_once:
         return 0
-    chunk = inputs if a.get("recompute_method") == "block" else layout.layers
-    return chunk * layout.virtual
+    return inputs if a.get("recompute_method") == "block" else layers
 
 
 def _moved(a: Arguments, layout: Layout, layers: float, again: float) -> float:
@@ -385,10 +392,10 @@ def _tensor_parallel(a: Arguments, layout: Layout, layers: float, rates: Rates) 
 
 
 def _reduction(
-    a: Arguments, parameters: float, data_parallel: int, stages: list[float], rates: Rates
+    a: Arguments, parameters: float, copies: int, stages: list[float], rates: Rates
 ) -> float:
     """Return the seconds of the data-parallel communication that nothing hides."""
-    share = (data_parallel - 1) / data_parallel
+    share = (copies - 1) / copies
     reduce = parameters * _gradient_width(a) * share / rates.link
     gather = parameters * _width(a) * share / rates.link
     # What overlaps has the last backward, or the first forward, to hide in.

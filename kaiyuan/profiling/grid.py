@@ -105,13 +105,15 @@ def read_grid(texts: Sequence[str]) -> Grid:
         except yaml.YAMLError as error:
             raise UserError(f"{text!r} is not valid YAML: {' '.join(str(error).split())}") from None
         part = {key.strip(): read} if equals else read
-        if not isinstance(part, dict):
+        if not isinstance(part, dict) or not all(isinstance(name, str) for name in part):
             raise UserError(f"{text} must be a mapping of names to lists of values")
         grid |= {name: x if isinstance(x, list) else [x] for name, x in part.items()}
     for name, values in grid.items():
+        if not values:
+            raise UserError(f"{name} has no values in the grid")
         if name not in GROUPS:
             check_argument_name(name)
-        elif unknown := [value for value in values if value not in GROUPS[name]]:
+        elif unknown := [value for value in values if value not in list(GROUPS[name])]:
             known = ", ".join(map(str, GROUPS[name]))
             raise UserError(f"{name} takes {known} in a grid, not {unknown[0]!r}")
     return grid
@@ -125,20 +127,22 @@ def _text(path: Path) -> str:
 
 
 def candidates(params: Params, grid: Grid, processes: int) -> list[Candidate]:
-    """Return the configurations of a grid that divide evenly among the processes.
+    """Return the configurations of a grid that may be given and divide among the processes.
 
     Raises:
-        UserError: none does.
+        UserError: none does; the message has what is wrong with the first.
     """
-    found = list(_candidates(params, grid, processes))
+    errors: list[str] = []
+    found = list(_candidates(params, grid, processes, errors))
     if not found:
-        raise UserError(
-            f"no configuration of the grid divides the global batch among {processes} processes"
-        )
+        reason = errors[0] if errors else "there is nothing to overlap on one data-parallel rank"
+        raise UserError(f"no configuration of the grid can be run: {reason}")
     return found
 
 
-def _candidates(params: Params, grid: Grid, processes: int) -> Iterator[Candidate]:
+def _candidates(
+    params: Params, grid: Grid, processes: int, errors: list[str]
+) -> Iterator[Candidate]:
     base = params.arguments(params.phases[0])
     seen: list[dict[str, Any]] = []
     for values in itertools.product(*grid.values()):
@@ -146,15 +150,18 @@ def _candidates(params: Params, grid: Grid, processes: int) -> Iterator[Candidat
         changes: dict[str, Any] = {}
         for name, value in settings.items():
             changes |= GROUPS[name][value] if name in GROUPS else {name: value}
-        if changes.get("tensor_model_parallel_size", 1) > 1:
-            changes.setdefault("sequence_parallel", True)
-        # What the params say already, or do not say at all, is no change.
-        changes = {k: v for k, v in changes.items() if v != base.get(k) and not _off(base, k, v)}
-        arguments = base | changes
         try:
-            check_values(arguments, "the grid")
+            check_values(base | changes, "the grid")
+            if changes.get("tensor_model_parallel_size", 1) > 1:
+                changes.setdefault("sequence_parallel", True)
+            # What the params say already, or do not say at all, is no change.
+            changes = {
+                k: v for k, v in changes.items() if v != base.get(k) and not _off(base, k, v)
+            }
+            arguments = base | changes
             layout = batch_layout(arguments, processes)
-        except UserError:
+        except UserError as error:
+            errors.append(str(error))
             continue
         if layout["data parallel"] == 1 and settings.get("overlap") is False:
             continue  # there is nothing to overlap
@@ -165,4 +172,4 @@ def _candidates(params: Params, grid: Grid, processes: int) -> Iterator[Candidat
 
 def _off(base: Mapping[str, Any], key: str, value: Any) -> bool:
     default = 1 if key.endswith("parallel_size") else None
-    return base.get(key) in (None, False) and value in (None, False, default)
+    return base.get(key) in (None, False) and (value in (None, default) or value is False)

@@ -27,9 +27,9 @@ from kaiyuan.train import Nodes, environment_of
 
 RESULT = "result.json"
 _OF_A_WHOLE_TRAINING = (
-    *("lr_warmup_samples", "lr_decay_samples", "lr_wsd_decay_samples", "rampup_batch_size"),
+    *("lr_warmup_samples", "lr_decay_samples", "lr_wsd_decay_samples"),
     *("save_interval", "save_retain_interval", "max_loss_jump", "tensorboard_dir"),
-    *("wandb_project", "wandb_exp_name"),
+    *("wandb_project", "wandb_exp_name", "exit_interval", "exit_duration_in_mins"),
 )
 # Micro-batches of a step that a promise is checked with; those of the real one may take minutes.
 _MOST_IN_CHECK = 32

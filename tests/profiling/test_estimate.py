@@ -10,6 +10,8 @@ import pytest
 from kaiyuan.config import load_params
 from kaiyuan.errors import UserError
 from kaiyuan.estimate import flops_per_token
+from kaiyuan.plan import make_plan
+from kaiyuan.plan_summary import plan_summary
 from kaiyuan.profiling.estimate import (
     Layout,
     Rates,
@@ -18,6 +20,8 @@ from kaiyuan.profiling.estimate import (
     saved_by_layer,
     step_time,
 )
+from kaiyuan.profiling.grid import candidates
+from kaiyuan.profiling.sweep import estimated_peak
 from tests.conftest import ROOT
 
 GIB = 2**30
@@ -85,12 +89,38 @@ def test_recomputation_by_hand():
     # its output of 8, and gradients of 8 + 40, of 60 bytes each.
     table = memory_table(TINY | MLP, 1)
     assert [table[part] for part in parts] == [60 * 4 * 90, 6000, 60 * 24 + 1600]
+    assert memory_table(TINY | MLP | {"recompute_modules": "mlp"}, 1) == table  # the only one
     # The inputs stay alone. A whole layer and the gradients, 150 - 8 + 8 + 48, are the peak now.
     table = memory_table(TINY | FULL, 1)
     assert [table[part] for part in parts] == [60 * 4 * 8, 0, 60 * 198]
     # Two of four layers, in Megatron's other way.
     block = {**FULL, "recompute_method": "block", "recompute_num_layers": 2}
     assert memory_table(TINY | block, 1)[parts[0]] == 60 * (2 * 8 + 2 * 150)
+
+
+def test_context_parallelism_by_hand():
+    # Two ranks with other samples, each of two that share theirs: a token's share of the
+    # activations, and optimizer states over all four.
+    context = TINY | {"context_parallel_size": 2}
+    parameters = memory_table(TINY, 1)["parameters"] / 2
+    table = memory_table(context, data_parallel=2)
+    assert table["parameters"] == 2 * parameters
+    assert table["optimizer states"] == 12 * parameters / 4
+    assert table["activations of the layers"] == 15 * 2 * 4 * 150
+    # Two stages of two layers: of the 12 / (3 x 2) = 2 micro-batches the first holds both.
+    stages = context | {"pipeline_model_parallel_size": 2, "global_batch_size": 12}
+    assert memory_table(stages, 2)["activations of the layers"] == 15 * 2 * 2 * 150 * 2
+    # Gradients are summed over all that have a copy of the parameters.
+    rates = Rates(products=1e30, attention=1e30, idle=0)
+    assert step_time(context, 2, rates).rest == pytest.approx(step_time(TINY, 4, rates).rest)
+
+
+def test_a_plan_and_a_sweep_say_the_same_of_context_parallelism():
+    changes = ["context_parallel_size=2", "micro_batch_size=4"]
+    params = load_params("qwen3_1p7b", changes)
+    planned = plan_summary(make_plan(params), 8)["memory_bytes_a_gpu"]
+    [candidate] = candidates(params, {"micro_batch_size": [4]}, 8)
+    assert sum(planned.values()) == estimated_peak(candidate)
 
 
 def test_stages_by_hand():
@@ -101,7 +131,7 @@ def test_stages_by_hand():
     # Two stages of two chunks of a layer: 2 x 1 + 1 x 2 forwards before the first backward.
     two = {"pipeline_model_parallel_size": 2, "num_virtual_stages_per_pipeline_rank": 2}
     layout = Layout.of(TINY | two)
-    assert layout.layers == 1
+    assert layout.chunks == [[1, 1], [1, 1]]
     assert [layout.in_flight(stage, 8) for stage in range(2)] == [5, 3]
     table = memory_table(TINY | two, 1)
     # The first stage is the fuller one: 5 chunks.

@@ -145,6 +145,13 @@ def test_stages_get_a_whole_number_of_micro_batches():
     assert "--save-interval" not in argv
 
 
+def test_a_measurement_does_not_end_where_the_training_would():
+    params = load_params("toy", ["exit_interval=2", "exit_duration_in_mins=1"])
+    [candidate] = candidates(params, {"micro_batch_size": [8]}, 1)
+    argv = measuring_argv(candidate, Job(ROOT, Device("cpu", None)))
+    assert not {"--exit-interval", "--exit-duration-in-mins"} & set(argv)
+
+
 def test_what_cannot_fit_is_not_run():
     params = load_params("qwen3_1p7b")
     found = candidates(params, default_grid(params.arguments(params.phases[0]), 1), 1)
@@ -239,12 +246,28 @@ def test_mistakes_on_the_command_line(tmp_path):
         ("micro_batchsize=[4]", "did you mean 'micro_batch_size'"),
         ("nowhere.yaml", "cannot be read as a grid"),
         ("micro_batch_size=[4", "not valid YAML"),
-        ("micro_batch_size=[5]", "no configuration of the grid divides"),
+        (
+            "micro_batch_size=[5]",
+            "of the grid can be run: the global batch of 8 is no multiple of 5",
+        ),
+        ("seq_length=[512]", r"run: .*max_position_embeddings \(256\) must be at least seq_length"),
+        ("context_parallel_size=[0]", "run: .*context_parallel_size must be a whole number from 1"),
+        ("tensor_model_parallel_size=[x]", "tensor_model_parallel_size must be a whole number"),
+        ("micro_batch_size=[]", "micro_batch_size has no values in the grid"),
+        ("recompute=[[none]]", r"recompute takes none, mlp, full in a grid, not \['none'\]"),
+        ("overlap=[yes, {a: 1}]", "overlap takes True, False in a grid"),
     ],
 )
 def test_mistakes_in_a_grid(grid, message):
     with pytest.raises(UserError, match=message):
         candidates(load_params("toy"), read_grid([grid]), 1)
+
+
+@pytest.mark.parametrize("text", ["5: [1]\n", "null: [1]\n", "[4]\n", "4\n", ""])
+def test_a_file_that_is_no_grid(tmp_path, text):
+    (tmp_path / "grid.yaml").write_text(text)
+    with pytest.raises(UserError, match="must be a mapping of names to lists of values"):
+        read_grid([str(tmp_path / "grid.yaml")])
 
 
 @pytest.mark.slow
