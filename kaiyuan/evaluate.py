@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from kaiyuan.errors import UserError
-from kaiyuan.files import MANIFEST, atomic_write, read_manifest, write_json
+from kaiyuan.files import MANIFEST, atomic_write, make_folder, read_manifest, write_json
 
 # What the report on Kaiyuan-2B measures (knowledge and reasoning, Chinese, mathematics, code), as
 # lm-eval calls it. C-Eval's answers are public for its validation split only.
@@ -103,11 +103,33 @@ def _check_tasks(job: Job, index: dict[str, Any]) -> None:
             near = difflib.get_close_matches(name, index, 1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise UserError(f"there is no task {name!r} {where}{hint}")
-        if (index[name].cfg or {}).get("unsafe_code") and not job.run_code:
+        if not job.run_code and _runs_code(name, index, set()):
             raise UserError(
-                f"the task {name} runs code that the model writes: give --run-code, in a "
-                "container that may break, or leave the task out"
+                f"{name} is or has a task that runs code that the model writes: give --run-code, "
+                "in a container that may break, or leave it out"
             )
+
+
+def _runs_code(part: Any, index: dict[str, Any], seen: set[str]) -> bool:
+    """Tell whether a task runs code, or one that a group or a tag has.
+
+    Args:
+        part: a name, or what stands in a group's file: a member with values of its own, a list.
+        index: lm-eval's, by name.
+        seen: names that were looked at.
+    """
+    if isinstance(part, list):
+        return any(_runs_code(each, index, seen) for each in part)
+    if isinstance(part, dict):
+        members = [part.get("group"), part.get("task")]
+        return bool(part.get("unsafe_code")) or _runs_code(members, index, seen)
+    if part in seen or part not in index:
+        return False
+    seen.add(part)
+    entry = index[part]
+    # The tags of a task are those that it has, those of a tag are its tasks.
+    members = sorted(entry.tags) if entry.cfg is None else entry.cfg
+    return _runs_code(members, index, seen)
 
 
 def evaluate(hf_folder: Path, job: Job, index: Any, output: Path) -> dict[str, Any]:
@@ -124,7 +146,12 @@ def evaluate(hf_folder: Path, job: Job, index: Any, output: Path) -> dict[str, A
     Returns:
         What is in results.json. The scores are under "results", by task and by lm-eval's names
         for them, such as "acc,none".
+
+    Raises:
+        UserError: the output cannot be written to; nothing is measured then.
     """
+    for folder in (output, output / "lm-eval"):  # whose saving only warns where it fails
+        make_folder(folder)
     import torch
     from lm_eval import simple_evaluate
     from lm_eval.loggers import EvaluationTracker

@@ -6,9 +6,11 @@ unfinished, whatever else lies in it.
 
 import contextlib
 import errno
+import fcntl
 import hashlib
 import json
 import os
+import secrets
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -18,6 +20,8 @@ from typing import IO, Any
 from kaiyuan.errors import UserError
 
 MANIFEST = "manifest.json"
+_LOCK = "lock"
+_BOOT = Path("/proc/sys/kernel/random/boot_id")  # another on each machine, and after each start
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -47,24 +51,21 @@ def atomic_write(path: Path, mode: str = "wb") -> Iterator[IO[Any]]:
     """
     if path.is_dir():
         raise UserError(f"{path} is a folder, where a file is to be written: name the file")
-    encoding = None if "b" in mode else "utf-8"
+    temporary = path.parent / f".{path.name}.{secrets.token_hex(8)}"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        # Not mkstemp, whose files only their owner can read.
+        stream = temporary.open(mode.replace("w", "x"), encoding=None if "b" in mode else "utf-8")
     except OSError as error:
         raise UserError(f"cannot write to {path.parent}: {error.strerror}") from error
     try:
-        with os.fdopen(handle, mode, encoding=encoding) as stream:
+        with stream:
             yield stream
             stream.flush()
             os.fsync(stream.fileno())
-        # mkstemp makes files that only their owner can read; give them the usual mode.
-        umask = os.umask(0)
-        os.umask(umask)
-        Path(name).chmod(0o666 & ~umask)
-        Path(name).replace(path)
+        temporary.replace(path)
     except BaseException as error:
-        Path(name).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         _refuse_full_disk(path, error)
         raise
     _sync_folder(path.parent)
@@ -101,8 +102,11 @@ def hashed_write(path: Path) -> Iterator[HashedStream]:
 def atomic_folder(path: Path) -> Iterator[Path]:
     """Make a folder that appears under its name when the block ends without error, or not at all.
 
+    It lies in a hidden folder beside ``path`` until then. Where a process was killed, the hidden
+    folder stays; the next one that makes ``path`` removes it.
+
     Yields:
-        A temporary folder beside it.
+        The folder, under its temporary name.
 
     Raises:
         UserError: ``path`` exists and is not an empty folder, it cannot be made there, or the disk
@@ -110,26 +114,57 @@ def atomic_folder(path: Path) -> Iterator[Path]:
     """
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise UserError(f"{path} exists already: remove it, or name another output")
+    prefix = f".{path.name}."
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}."))
+        _remove_abandoned(path.parent, prefix)
+        hidden = Path(tempfile.mkdtemp(dir=path.parent, prefix=prefix))
     except OSError as error:
         raise UserError(f"cannot write to {path}: {error.strerror}") from error
     try:
-        yield temporary
-        # mkdtemp makes folders that only their owner can read; give it the usual mode.
-        umask = os.umask(0)
-        os.umask(umask)
-        temporary.chmod(0o777 & ~umask)
-        try:
-            temporary.replace(path)
-        except OSError as error:
-            raise UserError(f"{path} was made by another process meanwhile") from error
+        with _held(hidden):
+            temporary = hidden / "folder"
+            temporary.mkdir()
+            yield temporary
+            try:
+                temporary.replace(path)
+            except OSError as error:
+                raise UserError(f"{path} was made by another process meanwhile") from error
     except BaseException as error:
-        shutil.rmtree(temporary, ignore_errors=True)
         _refuse_full_disk(path, error)
         raise
+    finally:
+        shutil.rmtree(hidden, ignore_errors=True)
     _sync_folder(path.parent)
+
+
+@contextlib.contextmanager
+def _held(hidden: Path) -> Iterator[None]:
+    """Hold the lock of a hidden folder; it goes with the process, however that ends.
+
+    The file gets its name when it is locked, so that nobody finds it free in between. It says
+    which machine may judge by it: on a network file system a lock may not be seen on others.
+    """
+    with (hidden / "new").open("w") as stream:
+        with contextlib.suppress(OSError):  # a file system without locks: it is never removed
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            stream.write(_BOOT.read_text())
+            stream.flush()
+            (hidden / "new").rename(hidden / _LOCK)
+        yield
+
+
+def _remove_abandoned(folder: Path, prefix: str) -> None:
+    """Remove the hidden folders whose process, on this machine, is no more."""
+    for hidden in folder.iterdir():
+        if not hidden.name.startswith(prefix):
+            continue
+        with contextlib.suppress(OSError):
+            with (hidden / _LOCK).open("r+") as stream:
+                fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)  # or an error: it is held
+                ours = stream.read() == _BOOT.read_text()
+            if ours:
+                shutil.rmtree(hidden, ignore_errors=True)
 
 
 def _refuse_full_disk(path: Path, error: BaseException | None) -> None:

@@ -15,7 +15,7 @@ from transformers.utils import logging as transformers_logging
 
 from kaiyuan.checkpoint.describe import CheckpointInfo, describe_checkpoint
 from kaiyuan.checkpoint.export import KIND, export
-from kaiyuan.checkpoint.hf_config import register_variant
+from kaiyuan.checkpoint.hf_config import read_config, register_variant
 from kaiyuan.checkpoint.load import INDEX, TorchDistCheckpoint
 from kaiyuan.checkpoint.names import EMBEDDING
 from kaiyuan.checkpoint.safetensors_io import DTYPES
@@ -108,8 +108,12 @@ def model_folder(
     Returns:
         The exported folder, and the checkpoint's own folder (the same one where ``path`` is an
         exported model).
+
+    Raises:
+        UserError: there is neither, or an exported model's config.json cannot be read.
     """
     if (path / "config.json").is_file():
+        read_config(path)
         return path.resolve(), path.resolve()
     info = describe_checkpoint(path, model, vocab_size, tokenizer)
     return exported(info), info.folder

@@ -1,12 +1,12 @@
 """Serve an exported model with the API of OpenAI's completions, through an existing server."""
 
 import importlib.util
-import json
 import os
 import socket
 import sys
 from pathlib import Path
 
+from kaiyuan.checkpoint.hf_config import read_config
 from kaiyuan.errors import UserError
 
 
@@ -25,10 +25,10 @@ def serve(hf_folder: Path, host: str, port: int) -> None:
         port: TCP port.
 
     Raises:
-        UserError: neither server is installed, the model is one that neither knows, or the
-            address is taken.
+        UserError: neither server is installed, the model is one that neither knows, its
+            config.json cannot be read, or the address is taken.
     """
-    if json.loads((hf_folder / "config.json").read_text(encoding="utf-8")).get("auto_map"):
+    if read_config(hf_folder).get("auto_map"):
         raise UserError(
             f"{hf_folder} is a model with code of its own, which the servers do not know: "
             "use kaiyuan generate"

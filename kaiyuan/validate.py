@@ -11,7 +11,6 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 from kaiyuan.checkpoint.describe import (
-    CHECKPOINTS,
     CheckpointInfo,
     checkpoints_folder,
     describe_checkpoint,
@@ -26,7 +25,7 @@ from kaiyuan.data.phase import ConvertedPhase
 from kaiyuan.data.samples import OrderedDataset
 from kaiyuan.errors import UserError
 from kaiyuan.files import atomic_write
-from kaiyuan.runfolder import recorded
+from kaiyuan.runfolder import CHECKPOINTS, recorded
 
 # Logits of so many positions at a time: 0.6 GB in fp32 at Kaiyuan-2B's vocabulary.
 _POSITIONS = 1024

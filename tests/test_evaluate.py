@@ -10,7 +10,7 @@ import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kaiyuan.errors import UserError
-from kaiyuan.evaluate import REPORT, Job, load_harness, task_names
+from kaiyuan.evaluate import REPORT, Job, evaluate, load_harness, task_names
 
 from .conftest import one_line_error, run_kaiyuan
 
@@ -173,6 +173,45 @@ def test_mistakes(demo, tasks, tmp_path, monkeypatch):
         load_harness(Job(("code",), tmp_path))
     with pytest.raises(UserError, match="is not a folder"):
         load_harness(Job(("code",), tmp_path / "no"))
+
+
+def test_an_output_that_cannot_be_written_is_found_before_the_model_is_loaded(tmp_path):
+    (tmp_path / "file").touch()
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/lm-eval").touch()
+    for output in (tmp_path / "file/out", tmp_path / "out"):
+        with pytest.raises(UserError, match="cannot write to"):
+            evaluate(tmp_path / "no model", Job(("code",)), None, output)
+
+
+@pytest.mark.parametrize(
+    "name", ["deep", "tagged", "by_tag", "named", "inline", "given", "all_given", "longproc"]
+)
+def test_groups_and_tags_with_tasks_that_run_code_ask_for_it(name, tmp_path, monkeypatch):
+    import lm_eval.tasks
+
+    for variable in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
+        monkeypatch.setenv(variable, "1")
+    monkeypatch.setenv("HF_ALLOW_CODE_EVAL", "0")  # which --run-code sets
+    files = {
+        "code": "task: code\nunsafe_code: true\ntag: tagged\n",
+        "plain": "task: plain\n",
+        "harmless": "group: harmless\ntask: [plain]\n",
+        "named": "group: named\ntask: [plain, code]\n",
+        "deep": "group: deep\ntask: [harmless, named]\n",
+        "by_tag": "group: by_tag\ntask: [tagged]\n",
+        "inline": "group: inline\ntask:\n - group: within\n   task:\n    - task: code\n",
+        "given": "group: given\ntask:\n - task: plain\n   unsafe_code: true\n",
+        "all_given": "group: all_given\ntask: [plain]\nunsafe_code: true\n",
+        "round": "group: round\ntask: [round, plain]\n",
+    }
+    for file, text in files.items():
+        (tmp_path / f"{file}.yaml").write_text(text)
+    shutil.copytree(Path(lm_eval.tasks.__file__).parent / "longproc", tmp_path / "longproc")
+    with pytest.raises(UserError, match=f"{name} .*runs code .*--run-code"):
+        load_harness(Job((name,), tmp_path))
+    assert load_harness(Job((name,), tmp_path, run_code=True))
+    assert load_harness(Job(("harmless", "plain", "round"), tmp_path))
 
 
 @pytest.fixture(scope="module")

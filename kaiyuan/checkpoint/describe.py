@@ -10,12 +10,10 @@ import yaml
 
 from kaiyuan.errors import UserError
 from kaiyuan.files import MANIFEST, read_manifest
-from kaiyuan.runfolder import RUN_FILE
+from kaiyuan.runfolder import CHECKPOINTS, RUN_FILE, TRACKER
 
-CHECKPOINTS = "checkpoints"
-# The names that Megatron gives: the file says which folder to load, "release" being the folder of
-# weights that are the start of a training and not a point of it.
-TRACKER = "latest_checkpointed_iteration.txt"
+# What Megatron's tracker file names in place of an iteration: the folder of weights that are the
+# start of a training and not a point of it.
 RELEASE = "release"
 _ITERATION = re.compile(r"iter_(\d{7,})")
 

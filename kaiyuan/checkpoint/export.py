@@ -1,6 +1,5 @@
 """Export a checkpoint of Megatron to a folder that transformers loads."""
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from kaiyuan.checkpoint.load import ModelTensors, TorchDistCheckpoint
 from kaiyuan.checkpoint.safetensors_io import DTYPES, write_shards
 from kaiyuan.checkpoint.tokenizer import copy_tokenizer, tokenizer_of
 from kaiyuan.errors import UserError
-from kaiyuan.files import atomic_folder, sha256_of, write_manifest
+from kaiyuan.files import atomic_folder, sha256_of, write_json, write_manifest
 
 KIND = "hf_model"
 
@@ -54,8 +53,8 @@ def export(info: CheckpointInfo, output: Path, dtype: str = "bfloat16") -> dict[
     shapes = {n: s for e in tensors for n, s in zip(e.hf_names, e.hf_shapes, strict=True)}
     with atomic_folder(output) as folder:
         shards = write_shards(folder, hf_tensors(tensors), shapes, DTYPES[dtype])
-        _write_json(folder / "config.json", config)
-        _write_json(folder / "generation_config.json", _generation_config(end_of_document))
+        write_json(folder / "config.json", config)
+        write_json(folder / "generation_config.json", _generation_config(end_of_document))
         copy_tokenizer(tokenizer, folder)
         if is_variant(info):
             (folder / VARIANT_CODE.name).write_bytes(VARIANT_CODE.read_bytes())
@@ -90,7 +89,3 @@ def _manifest(
 
 def _file_entry(path: Path) -> dict[str, Any]:
     return {"size": path.stat().st_size, "sha256": sha256_of(path)}
-
-
-def _write_json(path: Path, value: object) -> None:
-    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

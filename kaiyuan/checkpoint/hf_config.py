@@ -4,6 +4,7 @@ A model with sandwich norm or a cap on its logits is a KaiyuanForCausalLM, which
 modeling_kaiyuan.py makes of Qwen3ForCausalLM.
 """
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -142,27 +143,43 @@ def canonical_model(model: Mapping[str, Any]) -> dict[str, Any]:
     if not full.get("group_query_attention"):
         # Megatron then leaves num_query_groups aside.
         full |= {"group_query_attention": True, "num_query_groups": full.get("num_attention_heads")}
-    if not full.get("kv_channels") and "hidden_size" in full and "num_attention_heads" in full:
-        full["kv_channels"] = full["hidden_size"] // full["num_attention_heads"]
+    if not full.get("kv_channels"):
+        heads = _number(full, "num_attention_heads", int)
+        full["kv_channels"] = _number(full, "hidden_size", int) // heads
     for wanted in (_QWEN3, _ABSENT):
         for name, value in wanted.items():
             given = full.get(name, value if wanted is _ABSENT else None)
             if given != value:
                 raise UserError(f"the model has {name} = {given!r}; {ARCHITECTURE} needs {value!r}")
-    canonical: dict[str, Any] = {}
-    for name, _, kind, default in _KEYS:
-        number: Any = full.get(name, default)
-        try:
-            canonical[name] = kind(number)
-        except (TypeError, ValueError):
-            raise UserError(f"the model has {name} = {number!r}, which is no number") from None
+    canonical = {name: _number(full, name, kind, default) for name, _, kind, default in _KEYS}
     # A whole number in Megatron, and a fraction with nothing behind the point in transformers.
-    canonical["rotary_base"] = int(full.get("rotary_base", _ROPE_BASE_DEFAULT))
+    canonical["rotary_base"] = _number(full, "rotary_base", int, _ROPE_BASE_DEFAULT)
     canonical["untie_embeddings_and_output_weights"] = bool(
         full.get("untie_embeddings_and_output_weights", False)
     )
-    variant = {name: kind(full[name]) for name, _, kind in _VARIANT if full.get(name)}
+    variant = {
+        name: _number(full, name, float) if kind is float else bool(full[name])
+        for name, _, kind in _VARIANT
+        if full.get(name)
+    }
     return canonical | _QWEN3 | variant
+
+
+def _number(
+    table: Mapping[str, Any],
+    name: str,
+    kind: type[int] | type[float],
+    default: float | None = None,
+) -> Any:
+    """Return a number of the model; those that are whole are all counts, and begin at 1."""
+    given: Any = table.get(name, default)
+    try:
+        number = kind(given)
+    except (TypeError, ValueError, OverflowError):
+        raise UserError(f"the model has {name} = {given!r}, which is no number") from None
+    if kind is int and number < 1:
+        raise UserError(f"the model has {name} = {given!r}, where at least 1 is needed")
+    return number
 
 
 def sizes_of(info: CheckpointInfo) -> Sizes:
@@ -181,9 +198,27 @@ def sizes_of(info: CheckpointInfo) -> Sizes:
         head_dim=model["kv_channels"],
         vocab=info.vocab_size,
         tied=not model["untie_embeddings_and_output_weights"],
-        vocab_divisor=info.model.get("make_vocab_size_divisible_by", 128),
+        vocab_divisor=_number(info.model, "make_vocab_size_divisible_by", int, 128),
         sandwich=model.get("sandwich_norm", False),
     )
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Read config.json.
+
+    Raises:
+        UserError: it is not there, or does not hold a configuration.
+    """
+    path = folder / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{folder} is not an exported model: it has no config.json") from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read: {error}") from error
+    if not isinstance(config, dict):
+        raise UserError(f"{path} does not hold a configuration")
+    return config
 
 
 def from_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
@@ -192,11 +227,11 @@ def from_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
     Raises:
         UserError: it is not a Qwen3, or one with parts that our Megatron model does not have.
     """
-    known = {ARCHITECTURE, VARIANT}.intersection(config.get("architectures") or [])
+    named = config.get("architectures")
+    known = [name for name in (ARCHITECTURE, VARIANT) if isinstance(named, list) and name in named]
     if not known:
         raise UserError(
-            f"the model is {config.get('architectures')}, only {ARCHITECTURE} is known and its "
-            f"variant {VARIANT}"
+            f"the model is {named}, only {ARCHITECTURE} is known and its variant {VARIANT}"
         )
     unknown = {
         "attention_bias": False,
@@ -212,35 +247,39 @@ def from_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
     )
     if lacking:
         raise UserError(f"config.json lacks {', '.join(lacking)}")
+    # Megatron's own arguments may be texts, see _KEYS; what transformers writes is not.
     for hf, kind in [("vocab_size", int), *((hf, kind) for _, hf, kind, _ in _KEYS)]:
-        number = config[hf]
-        if type(number) is not int and (kind is int or type(number) is not float):
-            what = "whole number" if kind is int else "number"
-            raise UserError(f"config.json has {hf} = {number!r}, which is no {what}")
+        if type(config[hf]) not in (int, float):
+            raise UserError(f"the model has {hf} = {config[hf]!r}, which is no number")
+        if kind is int and type(config[hf]) is not int:
+            raise UserError(f"the model has {hf} = {config[hf]!r}, which is no whole number")
     model = {name: config[hf] for name, hf, _, _ in _KEYS}
     if VARIANT in known:
         model |= {name: config.get(hf) for name, hf, _ in _VARIANT}
     model["rotary_base"] = _rope_base(config)
     model["untie_embeddings_and_output_weights"] = not config.get("tie_word_embeddings", False)
     # An imported vocabulary has its final size; the padding that training asks for comes on top.
-    return canonical_model(model | _QWEN3), config["vocab_size"]
+    return canonical_model(model | _QWEN3), _number(config, "vocab_size", int)
 
 
 def _rope_base(config: Mapping[str, Any]) -> float:
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    for part in (rope, config.get("rope_scaling") or {}):  # transformers 5 writes the first alone
-        kind = part.get("rope_type", part.get("type", "default"))
+    tables = {name: config.get(name) or {} for name in ("rope_parameters", "rope_scaling")}
+    for name, table in tables.items():
+        if not isinstance(table, Mapping):
+            raise UserError(f"the model has {name} = {table!r}, which is no table")
+        kind = table.get("rope_type", table.get("type", "default"))
         if kind != "default":
             raise UserError(
                 f"the model has rotary embeddings of type {kind!r}; only plain ones work"
             )
-    bases = {float(x) for x in (rope.get("rope_theta"), config.get("rope_theta")) if x is not None}
+    given = [table for table in (*tables.values(), config) if table.get("rope_theta") is not None]
+    bases = {_number(table, "rope_theta", float) for table in given}
     if len(bases) != 1:
         raise UserError(
             "config.json must give one base of the rotary embedding (rope_theta or "
             f"rope_parameters); it gives {sorted(bases) or 'none'}"
         )
-    base = bases.pop()
+    base: float = bases.pop()
     if not base.is_integer():
         raise UserError(f"the base of the rotary embedding is {base}; Megatron takes whole numbers")
     return base

@@ -1,6 +1,5 @@
 """Import a folder of Hugging Face as a checkpoint of Megatron."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +7,7 @@ from torch import Tensor
 
 from kaiyuan.checkpoint.describe import HISTORY, CheckpointInfo
 from kaiyuan.checkpoint.export import KIND
-from kaiyuan.checkpoint.hf_config import from_config, sizes_of
+from kaiyuan.checkpoint.hf_config import from_config, read_config, sizes_of
 from kaiyuan.checkpoint.load import listed, refuse_non_finite
 from kaiyuan.checkpoint.names import Entry, Sizes, entries
 from kaiyuan.checkpoint.safetensors_io import Shards
@@ -32,7 +31,7 @@ def import_hf(folder: Path, output: Path) -> dict[str, Any]:
         UserError: the model is of another kind; tensors are missing, left over, of other shapes or
             not finite; ``output`` exists. Nothing is written then.
     """
-    model, vocab_size = from_config(_read_config(folder))
+    model, vocab_size = from_config(read_config(folder))
     known = read_manifest(folder, KIND) if (folder / MANIFEST).is_file() else {}
     info = CheckpointInfo(
         folder=folder,
@@ -52,17 +51,6 @@ def import_hf(folder: Path, output: Path) -> dict[str, Any]:
         return entry.join(parts)
 
     return write_checkpoint(output, info, read)
-
-
-def _read_config(folder: Path) -> dict[str, Any]:
-    path = folder / "config.json"
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read: {error}") from error
-    if not isinstance(config, dict):
-        raise UserError(f"{path} does not hold a configuration")
-    return config
 
 
 def _check(shards: Shards, sizes: Sizes) -> None:

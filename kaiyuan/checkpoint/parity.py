@@ -4,7 +4,6 @@ The checkpoint goes through Megatron's own loader into Megatron's GPTModel; none
 takes part in it.
 """
 
-import json
 import math
 import multiprocessing
 from collections.abc import Sequence
@@ -17,7 +16,7 @@ import numpy.typing as npt
 from tokenizers import Tokenizer
 
 from kaiyuan.checkpoint.describe import CheckpointInfo
-from kaiyuan.checkpoint.hf_config import register_variant, sizes_of
+from kaiyuan.checkpoint.hf_config import read_config, register_variant, sizes_of
 from kaiyuan.checkpoint.load import ModelTensors, TorchDistCheckpoint
 from kaiyuan.errors import UserError
 from kaiyuan.sampling import check_prompts
@@ -66,8 +65,8 @@ def compare(info: CheckpointInfo, hf_folder: Path, text: str) -> Comparison:
         UserError: the folder is not an exported model, the checkpoint is not whole, or the text is
             empty.
     """
+    config = read_config(hf_folder)
     try:
-        config = json.loads((hf_folder / "config.json").read_text(encoding="utf-8"))
         encoder = Tokenizer.from_str((hf_folder / "tokenizer.json").read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         name = Path(error.filename).name

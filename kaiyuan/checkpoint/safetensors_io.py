@@ -132,8 +132,9 @@ class Shards:
         index = self.folder / INDEX
         if index.is_file():
             try:
-                names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-            except (ValueError, KeyError, AttributeError) as error:
+                named = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+                names = sorted({str(name) for name in named})
+            except (ValueError, KeyError, AttributeError, TypeError) as error:
                 raise UserError(f"{index} is not an index of safetensors: {error}") from error
         else:
             names = ["model.safetensors"]

@@ -21,12 +21,13 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from kaiyuan.checkpoint.describe import HISTORY, RELEASE, TRACKER, CheckpointInfo
+from kaiyuan.checkpoint.describe import HISTORY, RELEASE, CheckpointInfo
 from kaiyuan.checkpoint.hf_config import sizes_of
 from kaiyuan.checkpoint.load import INDEX
 from kaiyuan.checkpoint.names import MEGATRON_LAYERS, Entry, Sizes, entries
 from kaiyuan.checkpoint.tokenizer import check_tokenizer, copy_tokenizer
 from kaiyuan.files import atomic_folder, write_json, write_manifest
+from kaiyuan.runfolder import TRACKER
 
 _DATA_FILE = "__0_0.distcp"
 TOKENIZER = "tokenizer"

@@ -1,7 +1,8 @@
 """One connection to one hub: which hosts may be contacted, who sees the token, how long to wait.
 
-Everything that goes to a hub, our own requests as well as those of huggingface_hub, passes through
-the client made here, so the rule about hosts holds in one place.
+Everything that kaiyuan asks of a hub, by its own requests and by those of huggingface_hub, passes
+through the client made here, so the rule about hosts holds in one place. The data of benchmarks
+are another matter: lm-eval fetches them in its own way.
 """
 
 import logging
@@ -119,7 +120,7 @@ class Connection:
         if not self.endpoint.permits(host):
             raise UserError(
                 f"{self.endpoint.host} sends us on to {host}, which is not part of the endpoint: "
-                f"add --allow-host {host} if that is wanted, or use another endpoint"
+                f"use another endpoint (or, if it is wanted, kaiyuan download --allow-host {host})"
             )
         self.hosts.add(host)
         own = httpx2.URL(self.endpoint.url)
@@ -233,6 +234,12 @@ def _explanation(error: Exception, answer: httpx2.Response | None, endpoint: End
             404: "no such repository, revision or file",
         }.get(status, "")
     return f"{host} answers {status}{f': {told}' if told else ''}"
+
+
+def hugging_face() -> Connection:
+    """Return a connection to Hugging Face, or to the mirror that HF_ENDPOINT names."""
+    url = os.environ.get("HF_ENDPOINT") or HUGGING_FACE
+    return Connection(Endpoint(url, token_from_environment("hf")))
 
 
 def token_from_environment(source: str) -> str | None:

@@ -38,6 +38,7 @@ _PHASES = (
 )
 _RANKED = ("phase3", "phase4", "phase5")
 _FILES_PER_PHASE = 3
+_SEED = 1  # of what is drawn, and of the order of the rows
 _LONGEST = 4_000  # characters of a document; longer files are cut into several
 
 
@@ -48,12 +49,11 @@ class _Document:
     score: float
 
 
-def make_corpus(output: Path, seed: int = 1) -> dict[str, Any]:
+def make_corpus(output: Path) -> dict[str, Any]:
     """Write the corpus, unless it is there already.
 
     Args:
         output: a new or empty folder that gets ``phase1`` to ``phase5`` and a manifest.
-        seed: of the random order of the rows.
 
     Returns:
         The manifest: for each phase its files (with size and SHA-256), rows, null and empty rows,
@@ -71,12 +71,12 @@ def make_corpus(output: Path, seed: int = 1) -> dict[str, Any]:
         documents = {source: sorted(_documents(source), key=_by_score) for source in SOURCES}
         phases = []
         for number, (name, megabytes, share) in enumerate(_PHASES):
-            rng = random.Random(seed + number)
+            rng = random.Random(_SEED + number)
             chosen = _choose(documents, int(megabytes * 1e6), share, rng)
             ranked = name in _RANKED
             rows = list(enumerate(_interleave(chosen))) if ranked else list(enumerate(chosen))
             phases.append(_write_phase(folder / name, rows, ranked, rng))
-        return write_manifest(folder, "corpus", {"seed": seed, "phases": phases})
+        return write_manifest(folder, "corpus", {"seed": _SEED, "phases": phases})
 
 
 def _check_files(output: Path, manifest: dict[str, Any]) -> None:

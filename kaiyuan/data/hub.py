@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 from urllib.parse import quote
 
 from huggingface_hub import HfApi, hf_hub_url
@@ -46,18 +46,31 @@ class Hub(Protocol):
 
 
 class HuggingFaceHub:
-    """Hugging Face, or a mirror that speaks its language."""
+    """Hugging Face, or a mirror that speaks its language.
 
-    def __init__(self, connection: Connection, repo: str) -> None:
+    Args:
+        connection: to the endpoint.
+        repo: owner/name.
+        kind: of the repository.
+    """
+
+    def __init__(
+        self, connection: Connection, repo: str, kind: Literal["dataset", "model"] = "dataset"
+    ) -> None:
         self.connection = connection
         self.repo = repo
+        self.kind = kind
         endpoint = connection.endpoint
         # token=False: without it huggingface_hub would look for a token in the home folder.
         self.api = HfApi(endpoint=endpoint.url, token=endpoint.token or False)
 
     def resolve(self, revision: str | None) -> str:
         """Return the commit that a branch or tag stands for now."""
-        sha = self._ask(lambda: self.api.dataset_info(self.repo, revision=revision).sha, attempts=4)
+
+        def asked() -> str | None:
+            return self.api.repo_info(self.repo, repo_type=self.kind, revision=revision).sha
+
+        sha = self._ask(asked, attempts=4)
         if not sha:
             raise UserError(
                 f"{self.connection.endpoint.host} does not tell the commit of {self.repo}"
@@ -65,11 +78,11 @@ class HuggingFaceHub:
         return str(sha)
 
     def list_files(self, revision: str) -> list[RemoteFile]:
-        """Return all files of the dataset at a commit."""
+        """Return all files of the repository at a commit."""
 
         def listing() -> list[RemoteFile]:
             tree = self.api.list_repo_tree(
-                self.repo, repo_type="dataset", revision=revision, recursive=True
+                self.repo, repo_type=self.kind, revision=revision, recursive=True
             )
             return [_described(entry) for entry in tree if isinstance(entry, RepoFile)]
 
@@ -81,7 +94,9 @@ class HuggingFaceHub:
             try:
                 return question()
             except HFValidationError as error:
-                raise UserError(f"--repo must be like owner/name, not {self.repo!r}") from error
+                raise UserError(
+                    f"a repository is called like owner/name, not {self.repo!r}"
+                ) from error
             except (ValueError, KeyError, TypeError) as error:
                 raise BadAnswer("its answer is not a listing of files") from error
 
@@ -93,7 +108,7 @@ class HuggingFaceHub:
         url = hf_hub_url(
             self.repo,
             path,
-            repo_type="dataset",
+            repo_type=self.kind,
             revision=revision,
             endpoint=self.connection.endpoint.url,
         )

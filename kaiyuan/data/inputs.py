@@ -1,8 +1,6 @@
 """The parquet files of a conversion: finding them, reading their footers, streaming their rows."""
 
-import glob
 import os
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +14,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from kaiyuan.data.footer import Damaged, FooterReader
-from kaiyuan.data.sources import Source
+from kaiyuan.data.sources import Source, local_files
 from kaiyuan.errors import UserError
 
 # A batch is the unit of decoding and encoding: big enough to hide the cost of a call, small
@@ -73,18 +71,18 @@ def find_inputs(
 ) -> list[InputFile]:
     """Return the files of some files, folders and globs, with their footers read.
 
-    Files of a folder or a glob come in natural order of their paths ("part-9" before "part-10");
-    several inputs keep the order in which they were given.
+    Several inputs keep the order in which they were given; see `local_files` for what each means.
 
     Raises:
         UserError: nothing there, a file given twice, damaged, or without a column of text.
     """
-    paths = [path for item in inputs for path in _expand(str(item))]
+    paths = [_absolute(path) for item in inputs for path in local_files(str(item))]
     seen: set[Path] = set()
     for path in paths:
-        if path in seen:
-            raise UserError(f"{path} is among the inputs twice")
-        seen.add(path)
+        file = path.resolve()
+        if file in seen:
+            raise UserError(f"{file} is among the inputs twice")
+        seen.add(file)
     shared = Path(os.path.commonpath([path.parent for path in paths]))
     with FooterReader(text_column, rank_column) as reader:
         return [
@@ -142,29 +140,10 @@ def texts_of(inputs: Sequence[str | Path]) -> Iterator[str]:
     return (text for each in batches for batch in each for text in batch.texts)
 
 
-def _expand(item: str) -> list[Path]:
-    path = Path(item)
-    if path.is_file():
-        return [path.resolve()]
-    if path.is_dir():
-        found = [p for p in path.rglob("*.parquet") if p.is_file() and _is_data(p, path)]
-    elif glob.has_magic(item):
-        matches = glob.glob(item, recursive=True)  # noqa: PTH207 (Path.glob refuses absolute ones)
-        found = [Path(p) for p in matches if Path(p).is_file()]
-    else:
-        raise UserError(f"{item} does not exist")
-    if not found:
-        raise UserError(f"{item} has no parquet files")
-    return sorted((p.resolve() for p in found), key=_natural)
-
-
-def _is_data(path: Path, folder: Path) -> bool:
-    # Spark and the hub's client keep their own files under names with a leading _ or dot.
-    return not any(part.startswith(("_", ".")) for part in path.relative_to(folder).parts)
-
-
-def _natural(path: Path) -> list[Any]:
-    return [int(t) if i % 2 else t for i, t in enumerate(re.split(r"([0-9]+)", path.as_posix()))]
+def _absolute(path: Path) -> Path:
+    """Return a path that does not depend on the current folder; links in it stay."""
+    # What ".." means depends on where the links before it lead.
+    return path.parent.resolve() / path.name if ".." in path.parts else path.absolute()
 
 
 def _read_footer(

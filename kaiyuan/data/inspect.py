@@ -22,6 +22,7 @@ from kaiyuan.data.sources import Source, find_sources
 from kaiyuan.errors import UserError
 from kaiyuan.progress import counted, human_bytes
 
+_SHOWN = 5  # texts
 _STOPS = "convert stops"
 _PART = re.compile(r"part-(\d{4,6})\b")
 
@@ -86,21 +87,18 @@ class Report:
         return report
 
 
-def inspect(
-    paths: list[str], tokenizer_folder: Path | None = None, sample: int = 2000, shown: int = 5
-) -> Report:
+def inspect(paths: list[str], tokenizer_folder: Path | None = None, sample: int = 2000) -> Report:
     """Inspect parquet files.
 
     Args:
         paths: files, folders, globs, or hf:// addresses.
         tokenizer_folder: holds tokenizer.json; None leaves tokens uncounted.
         sample: about how many rows of text to look at.
-        shown: how many of them to show.
 
     Raises:
         UserError: a path means no file, no file can be read, or there is no such tokenizer.
     """
-    tokenizer = load_tokenizer(tokenizer_folder) if tokenizer_folder else None
+    tokenizer = _read_tokenizer(tokenizer_folder) if tokenizer_folder else None
     sources = find_sources(paths)
     files, readable = [], []
     with FooterReader() as reader:
@@ -114,7 +112,7 @@ def inspect(
     if not readable:
         more = f" (nor can {len(files) - 1} more)" if len(files) > 1 else ""
         raise UserError(f"{files[0].name} {files[0].fault}{more}")
-    text = _inspect_text(readable, TextSampler(tokenizer, shown), sample)
+    text = _inspect_text(readable, TextSampler(tokenizer, _SHOWN), sample)
     rank = _inspect_rank(readable)
     schemas = _group_schemas(files)
     report = Report(files, schemas, text, rank, _notices(files, schemas), [])
@@ -125,7 +123,7 @@ def inspect(
 Readable = list[tuple[Source, FileReport, Footer]]
 
 
-def load_tokenizer(folder: Path) -> Any:
+def _read_tokenizer(folder: Path) -> Any:
     """Load ``folder/tokenizer.json``."""
     from tokenizers import Tokenizer
 

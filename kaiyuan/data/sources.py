@@ -1,7 +1,6 @@
 """Parquet files wherever they lie: one file, a folder, a glob, or hf:// on a hub."""
 
 import glob
-import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,56 +24,68 @@ class Source:
 def find_sources(paths: list[str]) -> list[Source]:
     """Return the parquet files that some paths mean, each once.
 
-    A folder means all *.parquet below it. A file that is named itself is taken whatever its name.
-    Paths keep their order; the files of a folder or a glob come in natural order of their names
-    ("part-9" before "part-10"), as convert takes them.
+    Paths keep their order; see `local_files` for what each means.
 
     Raises:
         UserError: a path means no file.
     """
     sources: dict[str, Source] = {}
     for path in paths:
-        found = _on_hub(path) if path.startswith("hf://") else _local(path)
-        if not found:
-            raise UserError(f"no parquet files at {path}")
-        for source in sorted(found, key=lambda source: _natural(source.name)):
+        for source in _on_hub(path) if path.startswith("hf://") else _local(path):
             sources.setdefault(source.name, source)
     return list(sources.values())
+
+
+def local_files(path: str) -> list[Path]:
+    """Return the files that a file, a folder or a glob means, under the names that they have there.
+
+    A folder means all *.parquet below it. A file that is named itself is taken whatever its name.
+    The files of a folder or a glob come in natural order of their paths ("part-9" before
+    "part-10"); a link goes by its own name, not by that of the file it leads to.
+
+    Raises:
+        UserError: there is none, or a link leads nowhere.
+    """
+    folder = Path(path)
+    if folder.is_dir():
+        found = [file for file in folder.rglob("*.parquet") if _is_data(file, folder)]
+    elif folder.exists():
+        found = [folder]
+    elif glob.has_magic(path):
+        # Path.glob takes no absolute ones.
+        found = [Path(match) for match in glob.glob(path, recursive=True)]  # noqa: PTH207
+    else:
+        raise UserError(f"{path} does not exist")
+    files = [file for file in found if not file.is_dir()]
+    if not files:
+        raise UserError(f"no parquet files at {path}")
+    for file in files:
+        if not file.exists():
+            raise UserError(f"{file} is a link to a file that is not there")
+    return sorted(files, key=lambda file: _natural(file.as_posix()))
 
 
 def _natural(name: str) -> list[str | int]:
     return [int(t) if i % 2 else t for i, t in enumerate(re.split(r"([0-9]+)", name))]
 
 
-def _local(path: str) -> list[Source]:
-    if Path(path).is_dir():
-        files = [file for file in Path(path).rglob("*.parquet") if _is_data(file, Path(path))]
-    elif Path(path).exists():
-        files = [Path(path)]
-    else:
-        matches = glob.glob(path, recursive=True)  # noqa: PTH207 (Path.glob: no absolute ones)
-        files = [Path(match) for match in matches if Path(match).is_file()]
-    return [Source(str(file), file.stat().st_size, partial(file.open, "rb")) for file in files]
-
-
 def _is_data(file: Path, folder: Path) -> bool:
-    """Spark and downloads keep files of their own under names that begin with _ or a dot."""
-    parts = file.relative_to(folder).parts
-    return file.is_file() and not any(part.startswith(("_", ".")) for part in parts)
+    # Spark and the hub's client keep their own files under names with a leading _ or dot.
+    return not any(part.startswith(("_", ".")) for part in file.relative_to(folder).parts)
+
+
+def _local(path: str) -> list[Source]:
+    files = local_files(path)
+    return [Source(str(file), file.stat().st_size, partial(file.open, "rb")) for file in files]
 
 
 def _on_hub(path: str) -> list[Source]:
     from huggingface_hub import HfFileSystem
 
-    from kaiyuan.data.connection import (
-        HUGGING_FACE,
-        Connection,
-        Endpoint,
-        token_from_environment,
-    )
+    from kaiyuan.data.connection import hugging_face
 
-    endpoint = Endpoint(os.environ.get("HF_ENDPOINT") or HUGGING_FACE, token_from_environment("hf"))
-    connection = Connection(endpoint)
+    connection = hugging_face()
+    endpoint = connection.endpoint
     system = HfFileSystem(endpoint=endpoint.url, token=endpoint.token or False)
 
     plain = path.removeprefix("hf://")
@@ -82,11 +93,14 @@ def _on_hub(path: str) -> list[Source]:
     try:
         entries = connection.patiently(partial(ask, plain, detail=True), attempts=2)
     except UserError as error:
-        if isinstance(error.__cause__, FileNotFoundError):
-            return []
-        raise
-    return [
+        if not isinstance(error.__cause__, FileNotFoundError):
+            raise
+        entries = {}
+    found = [
         Source(f"hf://{name}", int(entry["size"]), partial(system.open, name, "rb"), remote=True)
         for name, entry in entries.items()
         if entry["type"] == "file" and name.lower().endswith(".parquet")
     ]
+    if not found:
+        raise UserError(f"no parquet files at {path}")
+    return sorted(found, key=lambda source: _natural(source.name))

@@ -29,6 +29,7 @@ from kaiyuan.files import (
 )
 
 FILES = ("merges.txt", "tokenizer.json", "vocab.json", "tokenizer_config.json")
+_NEEDED = ("tokenizer.json", "tokenizer_config.json")  # the others can be made of these
 ENDOFTEXT = "<|endoftext|>"
 KIND = "tokenizer"
 SMALLEST = 257  # a token for each byte, and <|endoftext|>
@@ -137,10 +138,11 @@ def extract_tokenizer(source: str, output: Path) -> TokenizerInfo:
         UserError: tokenizer.json or tokenizer_config.json is missing, the files disagree, or
             ``output`` holds something else.
     """
-    folder = Path(source)
-    if not folder.is_dir():
-        folder = _from_hub(source)
-    with tempfile.TemporaryDirectory() as scratch:
+    with tempfile.TemporaryDirectory() as fetched, tempfile.TemporaryDirectory() as scratch:
+        folder = Path(source)
+        if not folder.is_dir():
+            folder = Path(fetched)
+            _from_hub(source, folder)
         write_files(folder, Path(scratch))
         return _install(Path(scratch), Path(output), source)
 
@@ -155,12 +157,12 @@ def write_files(source: Path, target: Path) -> None:
     Raises:
         UserError: see :func:`extract_tokenizer`.
     """
-    for name in ("tokenizer.json", "tokenizer_config.json"):
+    for name in _NEEDED:
         if not (source / name).is_file():
             raise UserError(f"{source} has no {name}: give the folder of a model of this kind")
     _check_agreement(source)
     spec = _read_spec(source / "tokenizer.json")
-    for name in ("tokenizer.json", "tokenizer_config.json"):
+    for name in _NEEDED:
         shutil.copyfile(source / name, target / name)
     if (source / "vocab.json").is_file():
         shutil.copyfile(source / "vocab.json", target / "vocab.json")
@@ -233,8 +235,6 @@ def train_tokenizer(texts: Iterable[str], output: Path, vocab_size: int) -> Toke
 class Encoder(Protocol):
     """Turns texts into ids."""
 
-    name: EncoderName
-
     def encode(self, texts: Sequence[str]) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
         """Return the ids of all texts one after another, and how many each has."""
         ...
@@ -242,8 +242,6 @@ class Encoder(Protocol):
 
 class FastEncoder:
     """fastokens: the ids of Hugging Face's tokenizers, some fifty times as fast."""
-
-    name: EncoderName = "fast"
 
     def __init__(self, spec: str, special_text: SpecialText) -> None:
         import fastokens
@@ -264,8 +262,6 @@ class FastEncoder:
 
 class HuggingFaceEncoder:
     """Hugging Face's tokenizers, the reference."""
-
-    name: EncoderName = "hf"
 
     def __init__(self, spec: str, special_text: SpecialText) -> None:
         from tokenizers import Tokenizer
@@ -470,14 +466,26 @@ def _manifest_in(output: Path) -> dict[str, Any] | None:
     return None
 
 
-def _from_hub(repository: str) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+def _from_hub(repository: str, folder: Path) -> None:
+    """Fetch those of the four files that a repository has."""
+    from kaiyuan.data.connection import hugging_face
+    from kaiyuan.data.fetch import FileFault, fetch
+    from kaiyuan.data.hub import HuggingFaceHub
 
+    connection = hugging_face()
+    hub = HuggingFaceHub(connection, repository, "model")
     try:
-        return Path(snapshot_download(repository, allow_patterns=list(FILES)))
-    except (HFValidationError, HfHubHTTPError, OSError) as error:
-        reason = str(error).strip().splitlines()[0]
+        revision = hub.resolve(None)
+        files = [remote for remote in hub.list_files(revision) if remote.path in FILES]
+    except UserError as error:
         raise UserError(
-            f"{repository} is neither a folder nor a repository that can be reached: {reason}"
-        ) from None
+            f"{repository} is neither a folder nor a repository that can be reached: {error}"
+        ) from error
+    for name in set(_NEEDED) - {remote.path for remote in files}:
+        raise UserError(f"{repository} has no {name}: name a model of this kind")
+    for remote in files:
+        address = hub.request(remote.path, revision)
+        try:
+            fetch(connection, remote, address, folder / remote.path, lambda size: None)
+        except FileFault as fault:
+            raise UserError(f"{remote.path} {fault}") from None

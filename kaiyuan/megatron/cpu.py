@@ -111,9 +111,6 @@ class _Stream:
 
     def synchronize(self) -> None: ...
 
-    def record_event(self, *_: object) -> "_Event":
-        return _Event()
-
 
 class _Event:
     """An event that has always happened already."""

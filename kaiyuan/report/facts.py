@@ -14,7 +14,6 @@ from kaiyuan.report.results import Evaluation, Validation
 from kaiyuan.report.run import Part, Run
 from kaiyuan.report.table import phase_reports
 
-_DEFAULT_BATCH = "global_batch_size"
 # Recorded rates are written with nine digits, and Megatron computes in double precision.
 _SAME_RATE = 1e-6
 
@@ -60,7 +59,7 @@ def tiles(run: Run, found: Sequence[Validation]) -> list[tuple[str, str, str]]:
     """Return the figures that matter most: name, value, and what it is measured in."""
     done, planned = int(run.steps[-1]), run.planned_steps
     last = phase_reports(run)[-1]
-    a_step = run.phases[0].arguments[_DEFAULT_BATCH] * run.sequence_length
+    a_step = run.phases[0].arguments["global_batch_size"] * run.sequence_length
     result = [
         ("Steps", f"{done:,}", f"of {planned:,}, {done / planned:.0%}"),
         (

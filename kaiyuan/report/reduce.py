@@ -12,13 +12,14 @@ from kaiyuan.report.run import Array
 BUCKETS = 1500
 
 
-def thin(x: Array, y: Array, buckets: int = BUCKETS) -> tuple[list[Any], list[Any]]:
+def thin(x: Array, y: Array) -> tuple[list[Any], list[Any]]:
     """Return at most two points a bucket: where it is lowest and where it is highest.
+
+    The buckets are parts of equal length along x.
 
     Args:
         x: whole numbers that grow, [points].
         y: their values; points that are not finite are left out.
-        buckets: parts of equal length along x.
 
     Returns:
         x and y of the points that are kept, which are points of the curve itself; the first and
@@ -26,8 +27,8 @@ def thin(x: Array, y: Array, buckets: int = BUCKETS) -> tuple[list[Any], list[An
     """
     there = np.isfinite(y)
     x, y = x[there], y[there]
-    if len(x) > 2 * buckets:
-        edges = np.linspace(x[0], x[-1] + 1, buckets + 1)
+    if len(x) > 2 * BUCKETS:
+        edges = np.linspace(x[0], x[-1] + 1, BUCKETS + 1)
         bounds = np.unique(np.searchsorted(x, edges))
         kept = {0, len(x) - 1}
         for begin, end in itertools.pairwise(bounds):

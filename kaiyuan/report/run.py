@@ -95,10 +95,6 @@ class Run:
         """Return the tokens of a sample."""
         return int(self.phases[0].arguments["seq_length"])
 
-    def of_phase(self, name: str) -> Array:
-        """Return which steps are of a phase, bool [steps]."""
-        return np.array([mine == name for mine in self.phase_names])
-
     def rows_of_phases(self) -> list[slice]:
         """Return the rows of each phase that has begun, in the order in which they came."""
         names = np.array(self.phase_names)

@@ -13,11 +13,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from kaiyuan.checkpoint.describe import TRACKER, CheckpointInfo, iteration_folder
+from kaiyuan.checkpoint.describe import CheckpointInfo, iteration_folder
 from kaiyuan.checkpoint.hf_config import sizes_of
 from kaiyuan.checkpoint.save import write_torch_dist
 from kaiyuan.files import write_manifest
-from kaiyuan.runfolder import RUN_FILE
+from kaiyuan.runfolder import RUN_FILE, TRACKER
 
 pytestmark = pytest.mark.slow
 

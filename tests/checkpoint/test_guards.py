@@ -11,14 +11,17 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from kaiyuan.checkpoint.describe import TRACKER, describe_checkpoint
+from kaiyuan.checkpoint.describe import describe_checkpoint
 from kaiyuan.checkpoint.export import export
 from kaiyuan.checkpoint.hf_config import canonical_model, from_config, sizes_of
 from kaiyuan.checkpoint.import_hf import import_hf
 from kaiyuan.checkpoint.load import INDEX, ModelTensors, TorchDistCheckpoint
+from kaiyuan.checkpoint.parity import compare
 from kaiyuan.checkpoint.save import write_torch_dist
 from kaiyuan.errors import UserError
-from kaiyuan.runfolder import RUN_FILE
+from kaiyuan.generate import model_folder
+from kaiyuan.runfolder import RUN_FILE, TRACKER
+from kaiyuan.serve import serve
 from tests.conftest import one_line_error
 
 
@@ -79,11 +82,11 @@ QWEN3 = {
             "rotary embeddings of type 'yarn'",
         ),
         ({"rope_scaling": {"type": "linear"}}, "rotary embeddings of type 'linear'"),
-        ({"num_hidden_layers": "4"}, "num_hidden_layers = '4', which is no whole number"),
+        ({"num_hidden_layers": "4"}, "num_hidden_layers = '4', which is no number"),
         ({"num_hidden_layers": 4.5}, "num_hidden_layers = 4.5, which is no whole number"),
-        ({"head_dim": True}, "head_dim = True, which is no whole number"),
+        ({"head_dim": True}, "head_dim = True, which is no number"),
         ({"rms_norm_eps": "1e-6"}, "rms_norm_eps = '1e-6', which is no number"),
-        ({"vocab_size": "256"}, "vocab_size = '256', which is no whole number"),
+        ({"vocab_size": "256"}, "vocab_size = '256', which is no number"),
     ],
 )
 def test_a_config_that_is_not_plain_is_refused(change, said):
@@ -307,6 +310,15 @@ def test_damaged_models_are_not_imported(message, hf, tmp_path):
         ({"rope_theta": 5.0}, "one base of the rotary embedding"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "type 'yarn'"),
         ({"vocab_size": 1004}, "does not fit its config.json: model.embed_tokens.weight"),
+        ({"architectures": 5}, "the model is 5, only Qwen3ForCausalLM is known"),
+        ({"architectures": [["x"]]}, "only Qwen3ForCausalLM is known"),
+        ({"rope_parameters": "x"}, "rope_parameters = 'x', which is no table"),
+        ({"rope_theta": "x"}, "rope_theta = 'x', which is no number"),
+        ({"hidden_size": "x"}, "hidden_size = 'x', which is no number"),
+        ({"num_hidden_layers": float("inf")}, "num_hidden_layers = inf, which is no whole number"),
+        ({"num_attention_heads": 0}, "num_attention_heads = 0, where at least 1 is needed"),
+        ({"vocab_size": "x"}, "vocab_size = 'x', which is no number"),
+        ({"vocab_size": None}, "vocab_size = None, which is no number"),
     ],
 )
 def test_foreign_configurations_are_not_imported(change, message, hf, tmp_path):
@@ -316,6 +328,61 @@ def test_foreign_configurations_are_not_imported(change, message, hf, tmp_path):
     with pytest.raises(UserError, match=message):
         import_hf(model, tmp_path / "checkpoint")
     assert not (tmp_path / "checkpoint").exists()
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "\x00"])
+def test_a_configuration_that_cannot_be_read_is_refused_by_all_verbs(content, hf, broken, tmp_path):
+    model = shutil.copytree(hf, tmp_path / "model")
+    (model / "config.json").write_text(content)
+    for read in (
+        lambda: import_hf(model, tmp_path / "checkpoint"),
+        lambda: serve(model, "127.0.0.1", 8000),
+        lambda: compare(broken, model, "x"),
+        lambda: model_folder(model),
+    ):
+        with pytest.raises(UserError, match=r"config\.json"):
+            read()
+    line = one_line_error("serve", model)
+    assert "config.json" in line
+
+
+@pytest.mark.parametrize(
+    ("index", "said"),
+    [
+        ("[]", "is not an index of safetensors"),
+        ("{", "is not an index of safetensors"),
+        ('{"weight_map": 5}', "is not an index of safetensors"),
+        ('{"weight_map": {"a": 5, "b": "x"}}', "is not a complete model: it has no 5"),
+    ],
+)
+def test_an_index_of_shards_that_is_none_is_refused(index, said, hf, tmp_path):
+    model = shutil.copytree(hf, tmp_path / "model")
+    (model / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(UserError, match=said):
+        import_hf(model, tmp_path / "checkpoint")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"hidden_size": "abc"},
+        {"hidden_size": None},
+        {"num_attention_heads": 0},
+        {"num_attention_heads": "x"},
+        {"rotary_base": "x"},
+        {"output_logit_cap": "x"},
+        {"make_vocab_size_divisible_by": "x"},
+        {"num_layers": -1},
+    ],
+    ids=str,
+)
+def test_a_file_of_arguments_with_other_than_numbers_is_refused(change, broken, tmp_path):
+    file = tmp_path / "model.json"
+    model = {k: v for k, v in broken.model.items() if k != "kv_channels"}
+    file.write_text(json.dumps(model | change))
+    info = describe_checkpoint(broken.folder, file, broken.vocab_size, broken.tokenizer)
+    (name, value), *_ = change.items()
+    refuses(info, tmp_path, f"the model has {name} = {value!r}")
 
 
 def test_the_command_line_says_it_in_one_line(broken, tmp_path):

@@ -11,11 +11,12 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from kaiyuan.checkpoint.describe import TRACKER, describe_checkpoint
+from kaiyuan.checkpoint.describe import describe_checkpoint
 from kaiyuan.checkpoint.export import export
 from kaiyuan.checkpoint.import_hf import import_hf
 from kaiyuan.checkpoint.parity import compare_logits
 from kaiyuan.files import MANIFEST
+from kaiyuan.runfolder import TRACKER
 from tests.checkpoint.conftest import LAYOUTS, VOCAB, layout_arguments, with_arguments
 
 CONFIG = {

@@ -109,11 +109,11 @@ class _Handler(BaseHTTPRequestHandler):
                 return self.modelscope_listing(query)
             if "/tree/" in path:
                 return self.hugging_face_listing(path.split("/tree/")[1].partition("/")[2], query)
-            if path.startswith(f"/api/datasets/{REPO}"):
+            if path.startswith((f"/api/datasets/{REPO}", f"/api/models/{REPO}")):
                 return self.json({"id": REPO, "sha": COMMIT, "siblings": [], "tags": []})
-        marker = f"/datasets/{REPO}/resolve/"
-        if path.startswith(marker):
-            name = path[len(marker) :].partition("/")[2]
+        before, marker, after = path.partition(f"/{REPO}/resolve/")
+        if marker and before in ("/datasets", ""):
+            name = after.partition("/")[2]
             if behaviour.redirect_to and headers["host"] != behaviour.redirect_to:
                 return self.send(
                     302, b"", {"Location": f"http://{behaviour.redirect_to}{self.path}?signature=s"}

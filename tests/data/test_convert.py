@@ -14,6 +14,8 @@ from kaiyuan.data import convert as convert_module
 from kaiyuan.data import executors
 from kaiyuan.data.convert import convert, plan_conversion
 from kaiyuan.data.indexed import IndexedReader
+from kaiyuan.data.inputs import find_inputs
+from kaiyuan.data.inspect import inspect
 from kaiyuan.data.phase import ConvertedPhase
 from kaiyuan.data.tokenizer import ENDOFTEXT
 from kaiyuan.errors import UserError
@@ -297,6 +299,51 @@ def test_mistake_is_one_sentence_and_leaves_nothing_finished(small, tmp_path, na
         convert([tmp_path / "in"], tmp_path / "out", small.folder, **options)
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "out/manifest.json").exists()
+
+
+def test_links_to_files_go_by_their_own_names(small, tmp_path):
+    """As they lie in a snapshot of Hugging Face's cache, whose blobs are called by their hashes."""
+    snapshot = tmp_path / "snapshots/5e/phase1"
+    snapshot.mkdir(parents=True)
+    for number, blob in enumerate(("f00", "a11", "c22")):
+        write_parquet(tmp_path / "blobs" / blob, text=[f"document {number}"], rank=[7])
+        (snapshot / f"part-{number:05d}.parquet").symlink_to(f"../../../blobs/{blob}")
+    names = [f"part-{number:05d}.parquet" for number in range(3)]
+    assert [Path(file.name).name for file in inspect([str(snapshot)]).files] == names
+    for order in ("file", "rank"):
+        out = tmp_path / order
+        for inputs in ([snapshot], [f"{snapshot}/*.parquet"], [snapshot / name for name in names]):
+            plan = plan_conversion(inputs, out, small.folder, order=order)
+            assert [file.name for file in plan.files] == names
+        convert([snapshot], out, small.folder, order=order, workers=1)
+        phase = ConvertedPhase.open(out)
+        texts = [small_text(small, phase.tokens(document)) for document in range(3)]
+        assert texts == ["document 0", "document 1", "document 2"]
+        assert [phase.source(document)[0] for document in range(3)] == names
+
+
+def test_a_link_that_leads_nowhere_is_refused(ranked):
+    (ranked / "part-00003.parquet").symlink_to("gone")
+    for given in (ranked, f"{ranked}/*.parquet"):
+        with pytest.raises(UserError, match=r"part-00003\.parquet is a link to a file that is not"):
+            find_inputs([given])
+
+
+def test_a_file_and_a_link_to_it_are_the_same_file(ranked, small, tmp_path):
+    (tmp_path / "link.parquet").symlink_to(ranked / "part-00000.parquet")
+    with pytest.raises(UserError, match="twice"):
+        find_inputs([ranked, tmp_path / "link.parquet"])
+
+
+def test_a_way_over_two_points_goes_where_the_links_lead(ranked, tmp_path):
+    (tmp_path / "elsewhere/deep").mkdir(parents=True)
+    (tmp_path / "link").symlink_to("elsewhere/deep")
+    write_parquet(tmp_path / "elsewhere/1.parquet", text=["x"])
+    found = find_inputs([tmp_path / "link/../1.parquet", ranked])
+    assert [file.name for file in found] == [
+        "elsewhere/1.parquet",
+        *(f"in/part-0000{part}.parquet" for part in range(3)),
+    ]
 
 
 def test_file_given_twice_is_refused(ranked, small, tmp_path):

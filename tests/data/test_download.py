@@ -324,7 +324,7 @@ def test_nothing_but_the_endpoint_is_contacted_and_the_token_stays_secret(server
         (["--allow-host", "x:443"], "--allow-host takes a host such as cdn.example.com, not"),
         (["--phase", "6"], "--phase takes numbers from 1 to 5"),
         (["--phase", "5"], "no folder for phase 5"),
-        (["--repo", "a/b/c"], "--repo must be like owner/name"),
+        (["--repo", "a/b/c"], "a repository is called like owner/name"),
         (["--repo", "no/such"], "answers 404"),
     ],
 )

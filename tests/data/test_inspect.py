@@ -420,7 +420,7 @@ class Page(HTMLParser):
 def test_the_page_loads_nothing_and_shows_all_documents(tmp_path):
     texts = ["<script>alert('&')</script>", "two", "three words here", "学习"] * 5
     write(tmp_path / "a.parquet", {"text": texts, "rank": list(range(20))})
-    write_html(inspect([str(tmp_path)], TOKENIZER, shown=20), tmp_path / "page.html")
+    write_html(inspect([str(tmp_path)], TOKENIZER), tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text()
     tags = Page(page).tags
     assert "script" not in tags

@@ -22,7 +22,9 @@ from kaiyuan.data.tokenizer import (
 )
 from kaiyuan.errors import UserError
 from kaiyuan.files import write_manifest
+from tests.conftest import one_line_error, run_kaiyuan
 from tests.data.conftest import sentences
+from tests.data.hub_server import REPO, HubServer
 
 
 @pytest.fixture
@@ -316,3 +318,55 @@ def test_fast_ids_are_hugging_faces_on_fifty_megabytes_of_real_text(qwen):
             total += sum(len(text.encode()) for text in part)
     print(f"{total / 1e6:.0f} MB equal")
     assert total > 50_000_000
+
+
+@pytest.fixture
+def hub(small, tmp_path, monkeypatch):
+    """A hub with a model, and a home folder in which another tool left a token."""
+    names = ("tokenizer.json", "tokenizer_config.json", "merges.txt")
+    files = {name: (small.folder / name).read_bytes() for name in names}
+    server = HubServer(files | {"model.safetensors": b"weights", "old/tokenizer.json": b"another"})
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home/token").write_text("hf_of_another_tool")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("HF_ENDPOINT", server.url)
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    yield server
+    server.close()
+
+
+def test_a_tokenizer_of_a_hub(hub, small, tmp_path, monkeypatch):
+    run_kaiyuan("tokenizer", REPO, "--output", tmp_path / "tok")
+    assert load_tokenizer(tmp_path / "tok").hash == small.hash
+    assert not any("authorization" in headers for _, _, headers in hub.requests)
+    assert not hub.gets("model.safetensors") and not hub.gets("old/tokenizer.json")
+    assert [path.name for path in (tmp_path / "home").iterdir()] == ["token"]  # nothing cached
+    monkeypatch.setenv("HF_TOKEN", "hf_ours")
+    run_kaiyuan("tokenizer", REPO, "--output", tmp_path / "again")
+    assert hub.requests[-1][2]["authorization"] == "Bearer hf_ours"
+
+
+def test_a_hub_that_sends_us_to_another_host_is_not_followed(hub, tmp_path):
+    hub.behaviour.redirect_to = f"localhost:{hub.port}"
+    said = one_line_error("tokenizer", REPO, "--output", tmp_path / "tok")
+    assert "sends us on to localhost" in said
+    assert {host for host, _, _ in hub.requests} == {f"127.0.0.1:{hub.port}"}
+    assert not (tmp_path / "tok").exists()
+
+
+@pytest.mark.parametrize("name", ["owner/none", "a/path/to/nothing"])
+def test_what_is_neither_a_folder_nor_a_repository(name, hub, tmp_path):
+    said = one_line_error("tokenizer", name, "--output", tmp_path / "tok")
+    assert f"{name} is neither a folder nor a repository that can be reached" in said
+
+
+def test_a_repository_without_a_tokenizer(hub, tmp_path):
+    del hub.behaviour.files["tokenizer.json"]
+    said = one_line_error("tokenizer", REPO, "--output", tmp_path / "tok")
+    assert f"{REPO} has no tokenizer.json" in said
+
+
+def test_a_file_that_comes_damaged_is_not_taken(hub, tmp_path):
+    hub.behaviour.faults["tokenizer.json"] = ["flip"] * 3
+    said = one_line_error("tokenizer", REPO, "--output", tmp_path / "tok")
+    assert "tokenizer.json came 3 times with a checksum other than the hub's own" in said
