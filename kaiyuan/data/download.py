@@ -140,7 +140,7 @@ def connect(job: Job) -> tuple[Connection, Hub]:
     if job.source not in ("hf", "modelscope"):
         raise UserError(f"--source is hf or modelscope, not {job.source!r}")
     if not re.fullmatch(r"[^/\s]+/[^/\s]+", job.repo):
-        raise UserError(f"--repo must be like owner/name, not {job.repo!r}")
+        raise UserError(f"a repository is called like owner/name, not {job.repo!r}")
     for host in job.more_hosts:
         if "/" in host or host.count(":") == 1:  # an IPv6 address has more colons
             raise UserError(f"--allow-host takes a host such as cdn.example.com, not {host!r}")

@@ -1,6 +1,7 @@
 """Parquet files wherever they lie: one file, a folder, a glob, or hf:// on a hub."""
 
 import glob
+import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -44,11 +45,11 @@ def local_files(path: str) -> list[Path]:
     "part-10"); a link goes by its own name, not by that of the file it leads to.
 
     Raises:
-        UserError: there is none, or a link leads nowhere.
+        UserError: there is none, a link leads nowhere or to a folder below, or a name is not UTF-8.
     """
     folder = Path(path)
     if folder.is_dir():
-        found = [file for file in folder.rglob("*.parquet") if _is_data(file, folder)]
+        found = _below(folder)
     elif folder.exists():
         found = [folder]
     elif glob.has_magic(path):
@@ -62,7 +63,24 @@ def local_files(path: str) -> list[Path]:
     for file in files:
         if not file.exists():
             raise UserError(f"{file} is a link to a file that is not there")
+        try:
+            str(file.absolute()).encode()
+        except UnicodeEncodeError:
+            raise UserError(f"the name {str(file)!r} is not UTF-8: rename it") from None
     return sorted(files, key=lambda file: _natural(file.as_posix()))
+
+
+def _below(folder: Path) -> list[Path]:
+    for parent, names, _ in os.walk(folder):
+        links = [path for name in names if (path := Path(parent, name)).is_symlink()]
+        for link in links:
+            # Links may go in circles, and what is left out unsaid is missed by no one.
+            if _is_data(link, folder) and any(link.rglob("*.parquet")):
+                raise UserError(
+                    f"{link} is a link to a folder with parquet files, which is not followed: "
+                    "give the folder that it leads to as an input of its own, and take the link away"
+                )
+    return [file for file in folder.rglob("*.parquet") if _is_data(file, folder)]
 
 
 def _natural(name: str) -> list[str | int]:

@@ -1,7 +1,9 @@
 """From parquet row to token, in order; every mistake of a user is one sentence."""
 
 import json
+import os
 import random
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +19,7 @@ from kaiyuan.data.indexed import IndexedReader
 from kaiyuan.data.inputs import find_inputs
 from kaiyuan.data.inspect import inspect
 from kaiyuan.data.phase import ConvertedPhase
+from kaiyuan.data.sources import find_sources
 from kaiyuan.data.tokenizer import ENDOFTEXT
 from kaiyuan.errors import UserError
 from tests.data.conftest import sentences, write_parquet
@@ -327,6 +330,30 @@ def test_a_link_that_leads_nowhere_is_refused(ranked):
     for given in (ranked, f"{ranked}/*.parquet"):
         with pytest.raises(UserError, match=r"part-00003\.parquet is a link to a file that is not"):
             find_inputs([given])
+
+
+@pytest.mark.parametrize("find", [find_inputs, find_sources])
+def test_nothing_below_a_folder_is_left_out_unsaid(ranked, tmp_path, find):
+    write_parquet(tmp_path / "nest/x/b.parquet", text=["one"])
+    (tmp_path / "empty/deep").mkdir(parents=True)
+    (ranked / "notes").symlink_to(tmp_path / "empty")
+    (ranked / "_old").symlink_to(tmp_path / "nest")
+    assert len(find([str(ranked)])) == 3
+    (ranked / "sub").symlink_to(tmp_path / "nest")
+    with pytest.raises(UserError, match=r"in/sub is a link to a folder with parquet files"):
+        find([str(ranked)])
+    assert len(find([str(ranked / "sub")])) == 1
+    (ranked / "sub").unlink()
+    (ranked / "sub").symlink_to(ranked)  # in a circle
+    with pytest.raises(UserError, match=r"in/sub is a link to a folder with parquet files"):
+        find([str(ranked)])
+
+
+@pytest.mark.parametrize("find", [find_inputs, find_sources])
+def test_a_name_that_is_not_utf8_is_refused(ranked, tmp_path, find):
+    shutil.copy(ranked / "part-00000.parquet", os.fsencode(ranked) + b"/b\xff\xe9.parquet")
+    with pytest.raises(UserError, match=r"in/b\\udcff\\udce9.parquet' is not UTF-8"):
+        find([str(ranked)])
 
 
 def test_a_file_and_a_link_to_it_are_the_same_file(ranked, small, tmp_path):

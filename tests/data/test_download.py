@@ -319,7 +319,7 @@ def test_nothing_but_the_endpoint_is_contacted_and_the_token_stays_secret(server
         (["--endpoint", "https://me:password@host"], "must not carry a name, password"),
         (["--endpoint", "https://[::1"], "the endpoint must be like"),
         (["--endpoint", "https://me:password@host:99999"], "the endpoint must be like"),
-        (["--repo", "foo"], "--repo must be like owner/name, not 'foo'"),
+        (["--repo", "foo"], "a repository is called like owner/name, not 'foo'"),
         (["--allow-host", "http://x"], "--allow-host takes a host such as cdn.example.com, not"),
         (["--allow-host", "x:443"], "--allow-host takes a host such as cdn.example.com, not"),
         (["--phase", "6"], "--phase takes numbers from 1 to 5"),
