@@ -78,7 +78,7 @@ def _below(folder: Path) -> list[Path]:
             if _is_data(link, folder) and any(link.rglob("*.parquet")):
                 raise UserError(
                     f"{link} is a link to a folder with parquet files, which is not followed: "
-                    "give the folder that it leads to as an input of its own, and take the link away"
+                    "give what it leads to as an input of its own, and take the link away"
                 )
     return [file for file in folder.rglob("*.parquet") if _is_data(file, folder)]
 
