@@ -191,6 +191,16 @@ def _check_change(plan: Plan, run: Path, allow_change: bool) -> None:
     to_record(plan, run, allow_change=allow_change)
 
 
+def tokenizer_beside(plan: Plan, data: Path) -> Path | None:
+    """Return the folder ``tokenizer`` in the data's or beside it, if the data were made with it."""
+    hashes = {phase.data.manifest["tokenizer"]["hash"] for phase in plan.phases if phase.data}
+    for folder in (data / "tokenizer", data.absolute().parent / "tokenizer"):
+        with contextlib.suppress(UserError):
+            if folder.is_dir() and {load_tokenizer(folder).hash} == hashes:
+                return folder
+    return None
+
+
 def _check_start(plan: Plan, run: Path) -> None:
     """Hold the weights that the run is to begin with against its model.
 
@@ -201,6 +211,10 @@ def _check_start(plan: Plan, run: Path) -> None:
     if start and not (run / CHECKPOINTS / TRACKER).exists():
         from kaiyuan.checkpoint.load import ModelTensors, TorchDistCheckpoint  # they load torch
 
+        if (Path(start) / CHECKPOINTS / TRACKER).is_file():
+            raise UserError(
+                f"pretrained_checkpoint={start} is the folder of a run: give {start}/{CHECKPOINTS}"
+            )
         folder = megatrons_choice(Path(start))
         info = CheckpointInfo(folder, 0, arguments, arguments["vocab_size"], None)
         ModelTensors(TorchDistCheckpoint(folder), sizes_of(info))

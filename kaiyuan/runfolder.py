@@ -210,6 +210,8 @@ def to_record(
     """
     body = describe(plan, tokenizer)
     before = recorded(run)
+    if before and before["tokenizer_hash"] == body["tokenizer_hash"]:
+        body["tokenizer"] = body["tokenizer"] or before["tokenizer"]
     if before and latest_step(run):
         _check_shape(before["model"], body["model"], run)
         changes = [c for pair in _phases(before, body) if (c := _first_difference(*pair))]

@@ -33,7 +33,13 @@ _AMOUNTS = (
     "hidden_dropout",
 )
 # Finite numbers above 0.
-_POSITIVE = ("output_logit_cap", "initial_loss_scale", "min_loss_scale", "loss_scale")
+_POSITIVE = (
+    "max_loss_jump",
+    "output_logit_cap",
+    "initial_loss_scale",
+    "min_loss_scale",
+    "loss_scale",
+)
 # Megatron's OptimizerParamScheduler has these.
 _CHOICES = {
     "lr_decay_style": ("constant", "linear", "cosine", "inverse-square-root", "WSD"),
@@ -111,6 +117,12 @@ def _check_fit(a: Mapping[str, Any], where: str) -> None:
     if length and positions and positions < length:
         raise UserError(
             f"{where}: max_position_embeddings ({positions}) must be at least seq_length ({length})"
+        )
+    interval, retain = a.get("save_interval"), a.get("save_retain_interval")
+    if interval and retain and retain % interval:
+        raise UserError(
+            f"{where}: save_retain_interval ({retain}) must be a multiple of save_interval "
+            f"({interval})"
         )
     if a.get("eod_mask_loss"):
         raise UserError(f"{where}: eod_mask_loss is not supported: the end of a document is learnt")

@@ -96,6 +96,8 @@ def test_a_value_of_the_wrong_type_is_found_by_megatrons_parser(demo, tmp_path):
         ("global_batch_size=0", "global_batch_size must be a whole number from 1 on"),
         ("lr_decay_style=foo", "lr_decay_style must be one of constant, linear"),
         ("num_query_groups=4", "(6) must be a multiple of num_query_groups (4)"),
+        ("save_retain_interval=7", "save_retain_interval (7) must be a multiple of save_interval"),
+        ("max_loss_jump=-1", "max_loss_jump must be a number above 0, not -1"),
         ("max_position_embeddings=8", "must be at least seq_length (256)"),
         ("train_samples=5", "train_samples is set by kaiyuan itself"),
         ("max_samples=true", "must be a positive whole number"),

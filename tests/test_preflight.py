@@ -14,7 +14,8 @@ from kaiyuan.estimate import num_parameters
 from kaiyuan.files import read_manifest, write_manifest
 from kaiyuan.plan import make_plan
 from kaiyuan.plan_summary import kept_checkpoints
-from kaiyuan.preflight import _check_start, _last_step, preflight
+from kaiyuan.preflight import _check_start, _last_step, preflight, tokenizer_beside
+from kaiyuan.runfolder import describe, to_record
 from kaiyuan.train import Nodes
 
 # A checkpoint of the toy takes 20 MB: fifty million of them fit nowhere.
@@ -39,7 +40,7 @@ def test_space_is_asked_for_what_the_command_writes(demo, tmp_path):
     room = shutil.disk_usage(tmp_path).free / 4 / 16  # bytes a parameter, in fp32
     each = [num_parameters(load_params("toy", [f"num_layers={n}"]).model) for n in (2, 3)]
     layers = f"num_layers={int(room / (each[1] - each[0]))}"
-    options = (layers, "save_interval=1000", "save_retain_interval=1")
+    options = (layers, "save_interval=1000", "save_retain_interval=null")
     assert "6 more checkpoints need" in findings(data, run, *options)
     preflight(load_params("toy", options), data, run, Nodes(), only="phase1")
     often = (layers, "save_interval=1", "save_retain_interval=1")
@@ -56,6 +57,41 @@ def test_a_run_is_not_begun_in_the_folder_of_something_else(demo, tmp_path):
         assert f"{folder} holds {held} and no run.json: it is no run of kaiyuan's" in said
     (tmp_path / "run" / "logs").mkdir(parents=True)  # of a start that failed
     preflight(load_params("toy"), data, tmp_path / "run", Nodes())
+
+
+@pytest.mark.parametrize(
+    ("change", "processes", "said"),
+    [
+        ("tensor_model_parallel_size=3", 3, "num_query_groups (2) must be a multiple or divisor"),
+        ("pretrained_checkpoint={run}", 1, "is the folder of a run: give {run}/checkpoints"),
+    ],
+)
+def test_what_would_fail_later_is_said_before(demo, tmp_path, change, processes, said):
+    run = demo.folder / "run"
+    found = findings(
+        demo.folder / "data",
+        tmp_path / "new",
+        change.format(run=run),
+        "global_batch_size=12",
+        "micro_batch_size=4",
+        nodes=Nodes(processes),
+    )
+    assert said.format(run=run) in found
+
+
+def test_the_tokenizer_is_found_beside_the_data(demo, tmp_path):
+    plan = make_plan(load_params("toy"), demo.folder / "data")
+    assert tokenizer_beside(plan, demo.folder / "data") == demo.folder / "tokenizer"
+    # Another one, which lies nearer, is not taken for it.
+    data = tmp_path / "data"
+    data.mkdir()
+    shutil.copytree(demo.folder / "tokenizer", tmp_path / "tokenizer")
+    train_tokenizer(texts_of([demo.folder / "corpus" / "phase5"]), data / "tokenizer", 300)
+    assert tokenizer_beside(plan, data) == tmp_path / "tokenizer"
+    # A run that goes on without it keeps the one that was noted.
+    first = describe(plan, demo.folder / "tokenizer")
+    write_manifest(tmp_path / "run", "run", first, "run.json")
+    assert to_record(plan, tmp_path / "run")["tokenizer"] == str(demo.folder / "tokenizer")
 
 
 def test_the_step_at_which_a_command_ends(demo):

@@ -94,7 +94,8 @@ def train(
     overlay: Overlay = None,
     phase: Annotated[str | None, typer.Option(help="Train this phase only.")] = None,
     tokenizer: Annotated[
-        Path | None, typer.Option(help="Held against the data's, and noted for export.")
+        Path | None,
+        typer.Option(help="Held against the data's, and noted for export; else one beside them."),
     ] = None,
     nproc: Annotated[
         int | None, typer.Option(min=1, help="Processes here; default: one a GPU, or 1.")
@@ -121,7 +122,8 @@ def train(
 
     from kaiyuan.config import load_params
     from kaiyuan.plan import make_plan
-    from kaiyuan.preflight import gpu_count, preflight
+    from kaiyuan.preflight import gpu_count, preflight, tokenizer_beside
+    from kaiyuan.runfolder import recorded
     from kaiyuan.train import Nodes, check_layout, chosen_phases, phase_arguments, train
 
     params = load_params(model, changes or [], overlay)
@@ -137,6 +139,9 @@ def train(
     if check:
         typer.echo(f"ready to train {plan.params.name}: {plan.steps:,} steps in all")
         return
+    tokenizer = tokenizer or tokenizer_beside(plan, data)
+    if tokenizer is None and not (recorded(output) or {}).get("tokenizer"):
+        typer.echo("no tokenizer is noted, so export and generate will ask for it: see --tokenizer")
     ended = train(plan, data, output, nodes, tokenizer, phase, allow_change=allow_change)
     planned = ("exit_interval", "exit_duration_in_mins")
     if not (ended or any(each.arguments.get(name) for each in plan.phases for name in planned)):
