@@ -12,7 +12,6 @@ from transformers.utils import logging as transformers_logging
 
 from kaiyuan.checkpoint.describe import (
     CheckpointInfo,
-    checkpoints_folder,
     describe_checkpoint,
     iteration_folder,
     iterations,
@@ -23,6 +22,7 @@ from kaiyuan.checkpoint.load import ModelTensors, TorchDistCheckpoint
 from kaiyuan.checkpoint.names import EMBEDDING
 from kaiyuan.data.phase import ConvertedPhase
 from kaiyuan.data.samples import OrderedDataset
+from kaiyuan.data.tokenizer import load_tokenizer
 from kaiyuan.errors import UserError
 from kaiyuan.files import atomic_write
 from kaiyuan.runfolder import CHECKPOINTS, recorded
@@ -60,23 +60,20 @@ class Validation:
         """Find the checkpoints and cut the data into samples as training does.
 
         Args:
-            run: a run, or its folder ``checkpoints``.
+            run: a run or its folder ``checkpoints``, of which all are measured; the folder of one
+                iteration, or what ``kaiyuan average`` or ``kaiyuan import`` made.
             data: folder of a converted phase.
             num_samples: so many samples, evenly over the data; all by default.
 
         Raises:
             UserError: there is no checkpoint, or the data is of another tokenizer or too short.
         """
-        folder = checkpoints_folder(run)
-        home = folder.parent if folder.name == CHECKPOINTS else folder
-        found = iterations(folder)
-        if not found:
-            raise UserError(f"{run} has no checkpoints of a training")
-        self.checkpoints = [describe_checkpoint(iteration_folder(folder, i)) for i in found]
+        self.checkpoints, home = _measured(run)
         self.phase = ConvertedPhase.open(data)
-        known = recorded(home) or {}
-        _check_tokenizer(self.phase, self.checkpoints[-1], known.get("tokenizer_hash"))
-        self.phases = known.get("phases", [])
+        _check_tokenizer(
+            self.phase, self.checkpoints[-1], (recorded(home) or {}).get("tokenizer_hash")
+        )
+        self.phases = self.checkpoints[-1].history.get("phases", [])
         self.trained_on = self.phase.content_hash in [p["content_hash"] for p in self.phases]
         self.dataset = OrderedDataset(self.phase, self.checkpoints[-1].model["seq_length"])
         count = min(num_samples or len(self.dataset), len(self.dataset))
@@ -84,7 +81,8 @@ class Validation:
         self.samples = [i * len(self.dataset) // count for i in range(count)]
         # Of what was measured, so that another measurement does not take its place.
         content = self.phase.content_hash[:8]
-        self.name = home / f"validation-{data.resolve().name}-{content}-{count}"
+        one = f"{run.name}-" if self.checkpoints[0].folder == run else ""
+        self.name = home / f"validation-{one}{data.resolve().name}-{content}-{count}"
 
     def __iter__(self) -> Iterator[Point]:
         """Measure one checkpoint after another, with documents kept apart where training did."""
@@ -94,6 +92,15 @@ class Validation:
             counts = self.phase.manifest["counts"]
             bits = loss / math.log(2) * counts["tokens"] / counts["text_bytes"]
             yield Point(info.iteration, loss, bits)
+
+
+def _measured(path: Path) -> tuple[list[CheckpointInfo], Path]:
+    """Return the checkpoints that a path is of, and the folder that gets what was measured."""
+    info = describe_checkpoint(path)
+    folder = info.folder.parent
+    found = [] if info.folder == path else iterations(folder)
+    checkpoints = [describe_checkpoint(iteration_folder(folder, i)) for i in found] or [info]
+    return checkpoints, folder.parent if folder.name == CHECKPOINTS else folder
 
 
 def _documents_apart(phases: list[dict[str, Any]], iteration: int) -> bool:
@@ -108,6 +115,8 @@ def _documents_apart(phases: list[dict[str, Any]], iteration: int) -> bool:
 
 def _check_tokenizer(phase: ConvertedPhase, info: CheckpointInfo, expected: str | None) -> None:
     has = phase.manifest["tokenizer"]["hash"]
+    if expected is None and info.tokenizer:
+        expected = load_tokenizer(info.tokenizer).hash
     if (expected and has != expected) or phase.vocab_size > info.vocab_size:
         raise UserError(
             f"{phase.folder} was converted with another tokenizer than the run's data: convert "

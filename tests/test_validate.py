@@ -4,6 +4,7 @@ import csv
 import math
 import shutil
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -52,6 +53,21 @@ def transformers_loss(demo) -> float:
             ids = stream[None, start : start + SEQUENCE + 1]
             losses.append(model(input_ids=ids, labels=ids).loss.item())
     return sum(losses) / len(losses)
+
+
+def test_an_average_and_one_iteration_can_be_measured(demo, validated, tmp_path):
+    run, _, rows = validated
+    # The average of one checkpoint is that checkpoint.
+    run_kaiyuan("average", run, "--last", 1, "--output", tmp_path / "averaged")
+    last = next((run / "checkpoints").glob(f"iter_*{rows[-1]['iteration']}"))
+    for path, folder in ((tmp_path / "averaged", tmp_path / "averaged"), (last, run)):
+        options = ("--data", demo.folder / "data" / "phase5", "--samples", SAMPLES)
+        said = run_kaiyuan("validate", path, *options).stdout
+        table = next(line for line in said.splitlines() if line.startswith("curve: "))
+        table = table.removeprefix("curve: ").split(",")[0]
+        assert table.startswith(f"{folder}/validation-")
+        with Path(table).open() as stream:
+            assert list(csv.DictReader(stream)) == rows[-1:]
 
 
 def test_the_last_point_is_transformers_loss_of_the_export(demo, validated):

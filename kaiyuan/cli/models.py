@@ -238,7 +238,7 @@ def evaluate(
 
 @app.command()
 def validate(
-    run: Annotated[Path, typer.Argument(help="A run, or its checkpoints folder.")],
+    run: Annotated[Path, typer.Argument(help="A run, or one checkpoint, as of average.")],
     data: Annotated[Path, typer.Option(help="Folder of a converted phase that was held out.")],
     samples: Annotated[
         int | None, typer.Option(min=1, help="So many samples, evenly over the data; else all.")
