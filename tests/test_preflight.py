@@ -14,7 +14,14 @@ from kaiyuan.estimate import num_parameters
 from kaiyuan.files import read_manifest, write_manifest
 from kaiyuan.plan import make_plan
 from kaiyuan.plan_summary import kept_checkpoints
-from kaiyuan.preflight import _check_start, _last_step, preflight, tokenizer_beside
+from kaiyuan.preflight import (
+    _check_disk,
+    _check_output,
+    _check_start,
+    _last_step,
+    preflight,
+    tokenizer_beside,
+)
 from kaiyuan.runfolder import describe, to_record
 from kaiyuan.train import Nodes
 
@@ -36,47 +43,43 @@ def findings(data, run, *overrides, nodes=None, **more):
 
 def test_space_is_asked_for_what_the_command_writes(demo, tmp_path):
     """A checkpoint of a quarter of what is free: two fit, those of all five phases do not."""
-    run, data = tmp_path / "run", demo.folder / "data"
     room = shutil.disk_usage(tmp_path).free / 4 / 16  # bytes a parameter, in fp32
     each = [num_parameters(load_params("toy", [f"num_layers={n}"]).model) for n in (2, 3)]
     layers = f"num_layers={int(room / (each[1] - each[0]))}"
-    options = (layers, "save_interval=1000", "save_retain_interval=null")
-    assert "6 more checkpoints need" in findings(data, run, *options)
-    preflight(load_params("toy", options), data, run, Nodes(), only="phase1")
-    often = (layers, "save_interval=1", "save_retain_interval=1")
-    said = findings(data, run, *often, only="phase1")
-    steps = make_plan(load_params("toy", often), data).phases[0].last_step
-    assert f"{steps + 1} more checkpoints need" in said
-    preflight(load_params("toy", [*often, "exit_interval=1"]), data, run, Nodes(), only="phase1")
+
+    def planned(*overrides):
+        return make_plan(load_params("toy", [layers, *overrides]), demo.folder / "data")
+
+    def needed(plan, only=None):
+        with pytest.raises(UserError) as caught:
+            _check_disk(plan, tmp_path / "run", only)
+        return str(caught.value)
+
+    seldom = planned("save_interval=1000", "save_retain_interval=null")
+    assert "6 more checkpoints need" in needed(seldom)
+    _check_disk(seldom, tmp_path / "run", "phase1")
+    often = ("save_interval=1", "save_retain_interval=1")
+    steps = planned(*often).phases[0].last_step
+    assert f"{steps + 1} more checkpoints need" in needed(planned(*often), "phase1")
+    _check_disk(planned(*often, "exit_interval=1"), tmp_path / "run", "phase1")
 
 
 def test_a_run_is_not_begun_in_the_folder_of_something_else(demo, tmp_path):
-    data = demo.folder / "data"
-    for folder, held in ((data, "phase1"), (demo.folder / "model", "README.md")):
-        said = findings(data, folder)
-        assert f"{folder} holds {held} and no run.json: it is no run of kaiyuan's" in said
+    for folder, held in (("data", "phase1"), ("model", "README.md")):
+        with pytest.raises(UserError, match=f"holds {held} and no run.json: it is no run"):
+            _check_output(demo.folder / folder)
     (tmp_path / "run" / "logs").mkdir(parents=True)  # of a start that failed
-    preflight(load_params("toy"), data, tmp_path / "run", Nodes())
+    _check_output(tmp_path / "run")
+    _check_output(demo.folder / "run")
 
 
-@pytest.mark.parametrize(
-    ("change", "processes", "said"),
-    [
-        ("tensor_model_parallel_size=3", 3, "num_query_groups (2) must be a multiple or divisor"),
-        ("pretrained_checkpoint={run}", 1, "is the folder of a run: give {run}/checkpoints"),
-    ],
-)
-def test_what_would_fail_later_is_said_before(demo, tmp_path, change, processes, said):
+def test_what_would_fail_later_is_said_before(demo, tmp_path):
     run = demo.folder / "run"
-    found = findings(
-        demo.folder / "data",
-        tmp_path / "new",
-        change.format(run=run),
-        "global_batch_size=12",
-        "micro_batch_size=4",
-        nodes=Nodes(processes),
-    )
-    assert said.format(run=run) in found
+    options = (f"pretrained_checkpoint={run}", "global_batch_size=12", "micro_batch_size=4")
+    three = ("tensor_model_parallel_size=3", *options)
+    said = findings(demo.folder / "data", tmp_path / "new", *three, nodes=Nodes(3))
+    assert f"is the folder of a run: give {run}/checkpoints" in said
+    assert "num_query_groups (2) must be a multiple or divisor of tensor" in said
 
 
 def test_the_tokenizer_is_found_beside_the_data(demo, tmp_path):

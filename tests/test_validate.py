@@ -4,7 +4,6 @@ import csv
 import math
 import shutil
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -57,17 +56,18 @@ def transformers_loss(demo) -> float:
 
 def test_an_average_and_one_iteration_can_be_measured(demo, validated, tmp_path):
     run, _, rows = validated
+    data, averaged = demo.folder / "data" / "phase5", tmp_path / "averaged"
     # The average of one checkpoint is that checkpoint.
-    run_kaiyuan("average", run, "--last", 1, "--output", tmp_path / "averaged")
-    last = next((run / "checkpoints").glob(f"iter_*{rows[-1]['iteration']}"))
-    for path, folder in ((tmp_path / "averaged", tmp_path / "averaged"), (last, run)):
-        options = ("--data", demo.folder / "data" / "phase5", "--samples", SAMPLES)
-        said = run_kaiyuan("validate", path, *options).stdout
-        table = next(line for line in said.splitlines() if line.startswith("curve: "))
-        table = table.removeprefix("curve: ").split(",")[0]
-        assert table.startswith(f"{folder}/validation-")
-        with Path(table).open() as stream:
-            assert list(csv.DictReader(stream)) == rows[-1:]
+    run_kaiyuan("average", run, "--last", 1, "--output", averaged)
+    run_kaiyuan("validate", averaged, "--data", data, "--samples", SAMPLES)
+    (table,) = averaged.glob("validation-phase5-*.csv")
+    with table.open() as stream:
+        assert list(csv.DictReader(stream)) == rows[-1:]
+    first = next((run / "checkpoints").glob(f"iter_*{rows[0]['iteration']}"))
+    one = Validation(first, data, SAMPLES)
+    assert [str(info.iteration) for info in one.checkpoints] == [rows[0]["iteration"]]
+    assert one.name.parent == run
+    assert one.name.name.startswith(f"validation-{first.name}-phase5-")
 
 
 def test_the_last_point_is_transformers_loss_of_the_export(demo, validated):
