@@ -10,8 +10,8 @@ from typing import Any
 from rich.console import Console
 
 from kaiyuan.config import load_params
-from kaiyuan.errors import UserError
 from kaiyuan.files import make_folder, read_manifest
+from kaiyuan.train import STOPPED
 
 PROMPT = "The function returns"
 _EXPORTED = "model"
@@ -57,8 +57,8 @@ def run_demo(out: Path, command: Callable[[Sequence[str]], Any], console: Consol
             if argv[0] == "export":
                 _remove_export(out / _EXPORTED)
             result = command(argv)
-            if argv[0] == "train" and result is False:
-                raise UserError(f"stopped; kaiyuan demo --out {out} goes on from there")
+            if result == STOPPED:
+                console.print(f"kaiyuan demo --out {out} goes on from there", highlight=False)
             if type(result) is int and result:  # an exit code: 130 after Ctrl-C
                 raise SystemExit(result)
             difference = result if argv[0] == "compare" else difference

@@ -30,6 +30,8 @@ from kaiyuan.plan_summary import batch_layout
 from kaiyuan.rank import ERROR_MARK, MARK, STEP_MARK
 from kaiyuan.runfolder import CHECKPOINTS, latest_step, lock, settle_checkpoints, while_recorded
 
+# The exit code of a training that a signal stopped and that saved: the same command goes on.
+STOPPED = 75  # EX_TEMPFAIL of sysexits.h
 _KILLED = re.compile(r"Signal \d+ \((SIG\w+)\) received by PID")
 
 

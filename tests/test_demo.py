@@ -7,9 +7,11 @@ import re
 import pyarrow.parquet as pq
 import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset
+from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3ForCausalLM
 
 from kaiyuan.config import load_params
+from kaiyuan.demo import run_demo
 from kaiyuan.estimate import num_parameters
 from kaiyuan.plan import make_plan
 
@@ -113,3 +115,10 @@ def test_a_second_time_trains_nothing(demo, kaiyuan):
 
 def ends(rows):
     return {row["phase"]: int(row["iteration"]) for row in rows}.items()
+
+
+def test_a_stopped_demo_says_how_to_go_on(tmp_path, capsys):
+    with pytest.raises(SystemExit) as ended:
+        run_demo(tmp_path / "toy", lambda argv: 75 if argv[0] == "train" else None, Console())
+    assert ended.value.code == 75
+    assert capsys.readouterr().out.splitlines()[-1].endswith("toy goes on from there")

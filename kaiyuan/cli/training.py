@@ -33,10 +33,6 @@ Overrides = Annotated[
 ]
 
 
-# The exit code of a training that a signal stopped and that saved: the same command goes on.
-_STOPPED = 75  # EX_TEMPFAIL of sysexits.h
-
-
 @app.command()
 def plan(
     model: Model,
@@ -124,7 +120,7 @@ def train(
     from kaiyuan.plan import make_plan
     from kaiyuan.preflight import gpu_count, preflight, tokenizer_beside
     from kaiyuan.runfolder import recorded
-    from kaiyuan.train import Nodes, check_layout, chosen_phases, phase_arguments, train
+    from kaiyuan.train import STOPPED, Nodes, check_layout, chosen_phases, phase_arguments, train
 
     params = load_params(model, changes or [], overlay)
     nodes = Nodes(nproc or gpu_count() or 1, nnodes, node_rank, master)
@@ -145,7 +141,7 @@ def train(
     ended = train(plan, data, output, nodes, tokenizer, phase, allow_change=allow_change)
     planned = ("exit_interval", "exit_duration_in_mins")
     if not (ended or any(each.arguments.get(name) for each in plan.phases for name in planned)):
-        raise typer.Exit(_STOPPED)
+        raise typer.Exit(STOPPED)
 
 
 @app.command()
