@@ -58,7 +58,9 @@ def run_demo(out: Path, command: Callable[[Sequence[str]], Any], console: Consol
                 _remove_export(out / _EXPORTED)
             result = command(argv)
             if result == STOPPED:
-                console.print(f"kaiyuan demo --out {out} goes on from there", highlight=False)
+                console.print(
+                    f"kaiyuan demo --out {out} goes on from there", soft_wrap=True, highlight=False
+                )
             if type(result) is int and result:  # an exit code: 130 after Ctrl-C
                 raise SystemExit(result)
             difference = result if argv[0] == "compare" else difference
