@@ -33,10 +33,27 @@ def make_folder(path: Path) -> None:
     """
     try:
         path.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path):
+    except OSError as error:
+        raise UserError(f"cannot write to {path}: {error.strerror}") from error
+    check_writable(path)
+
+
+def check_writable(path: Path) -> None:
+    """Try to write to a folder, or to where it would be made; leaves nothing there.
+
+    Raises:
+        UserError: it cannot be written to.
+    """
+    try:
+        with tempfile.TemporaryFile(dir=nearest(path)):
             pass
     except OSError as error:
         raise UserError(f"cannot write to {path}: {error.strerror}") from error
+
+
+def nearest(path: Path) -> Path:
+    """Return a path, or the nearest of the folders that it would lie in, that exists."""
+    return next(each for each in (path, *path.absolute().parents) if each.exists())
 
 
 @contextlib.contextmanager

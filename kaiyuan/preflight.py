@@ -8,7 +8,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -21,6 +20,7 @@ from kaiyuan.data.tokenizer import load_tokenizer
 from kaiyuan.data.verify import verify
 from kaiyuan.errors import UserError
 from kaiyuan.estimate import checkpoint_bytes
+from kaiyuan.files import check_writable, nearest
 from kaiyuan.plan import PhasePlan, Plan, converted_phase, make_plan
 from kaiyuan.plan_summary import batch_layout, kept_checkpoints, model_processes
 from kaiyuan.progress import human_bytes
@@ -234,16 +234,12 @@ def _check_output(run: Path) -> None:
                 f"{run} holds {foreign[0]} and no {RUN_FILE}: it is no run of kaiyuan's; give a "
                 "new folder with --output"
             )
-    try:
-        with tempfile.TemporaryFile(dir=_existing(run)):
-            pass
-    except OSError as error:
-        raise UserError(f"cannot write to {run}: {error.strerror}") from None
+    check_writable(run)
 
 
 def _check_disk(plan: Plan, run: Path, only: str | None) -> None:
     """Compare the free space with the checkpoints that this command is still to write."""
-    place = _existing(run)
+    place = nearest(run)
     done = 0
     with contextlib.suppress(UserError):  # a tracker that was cut short is mended later
         done = latest_step(run)
@@ -270,13 +266,6 @@ def _last_step(plan: Plan, only: str | None, done: int) -> int:
                 return following
             done = phase.last_step
     return done
-
-
-def _existing(path: Path) -> Path:
-    path = path.absolute()
-    while not path.exists() and path != path.parent:
-        path = path.parent
-    return path
 
 
 def _check_hashes(phase: PhasePlan) -> None:

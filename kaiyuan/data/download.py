@@ -10,7 +10,6 @@ import json
 import os
 import re
 import shutil
-import tempfile
 from collections.abc import Iterator
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
@@ -29,7 +28,7 @@ from kaiyuan.data.connection import (
 from kaiyuan.data.hub import Hub, HuggingFaceHub, ModelScopeHub
 from kaiyuan.data.phases import LocalFile, check_inside, files_of_phases
 from kaiyuan.errors import UserError
-from kaiyuan.files import MANIFEST, read_manifest, write_manifest
+from kaiyuan.files import MANIFEST, check_writable, nearest, read_manifest, write_manifest
 from kaiyuan.progress import ByteProgress, counted, human_bytes
 
 REPO = "thu-pacman/PCMind-2.1-Kaiyuan-2B"
@@ -186,25 +185,17 @@ def _refuse_strangers(job: Job, files: list[LocalFile]) -> None:
             )
 
 
-def _existing(dest: Path) -> Path:
-    return next(path for path in (dest, *dest.absolute().parents) if path.exists())
-
-
 def _check_dest(dest: Path) -> None:
     """Find what is wrong with the destination before the hub is asked; leaves nothing there."""
-    existing = _existing(dest)
+    existing = nearest(dest)
     if not existing.is_dir():
         raise UserError(f"{existing} is no folder: take another --dest")
     if not (dest / _WORK).is_dir():  # of an earlier run all may be here, and nothing to write
-        try:
-            with tempfile.TemporaryFile(dir=existing):
-                pass
-        except OSError as error:
-            raise UserError(f"cannot write to {dest}: {error.strerror}") from None
+        check_writable(dest)
 
 
 def _free_bytes(dest: Path) -> int:
-    return shutil.disk_usage(_existing(dest)).free
+    return shutil.disk_usage(nearest(dest)).free
 
 
 def check_disk(plan: Plan, dest: Path) -> None:

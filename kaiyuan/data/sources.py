@@ -71,7 +71,8 @@ def local_files(path: str) -> list[Path]:
 
 
 def _below(folder: Path) -> list[Path]:
-    for parent, names, _ in os.walk(folder):
+    found = []
+    for parent, names, files in os.walk(folder):
         links = [path for name in names if (path := Path(parent, name)).is_symlink()]
         for link in links:
             # Links may go in circles, and what is left out unsaid is missed by no one.
@@ -80,7 +81,8 @@ def _below(folder: Path) -> list[Path]:
                     f"{link} is a link to a folder with parquet files, which is not followed: "
                     "give what it leads to as an input of its own, and take the link away"
                 )
-    return [file for file in folder.rglob("*.parquet") if _is_data(file, folder)]
+        found += [Path(parent, name) for name in files if name.endswith(".parquet")]
+    return [file for file in found if _is_data(file, folder)]
 
 
 def _natural(name: str) -> list[str | int]:
